@@ -1,23 +1,23 @@
 """The tree of errors, drawn here; each names the thing, the numbers and the mend.
 
-    ServerError                 anything we raise on purpose
-    ├── ConfigError             a setting or machine that cannot work        exit 2
-    │   └── ConfigRefused       a checkpoint's geometry that cannot work     exit 1 or 2
-    ├── ModelError              a checkpoint that is broken or unknown       exit 1
-    ├── RequestError            the client can mend it                       4xx
-    ├── Overloaded              capacity; try again later                    503 overloaded
-    │   └── OutOfMemory         a device, pages or slots have no room
-    ├── RequestFault            our fault, this request only                 500 internal_error
-    │   ├── CapacityExceeded    a row beyond the end of a cache
-    │   ├── RowsMissing         a cursor stands behind its sequence
-    │   ├── ForwardRewind       a rewind to a row that was never written
-    │   ├── StateReleased       a call on state that was given back
-    │   ├── NotResident         a buffer used in a context that cannot read it
-    │   └── ShapeMismatch       arrays that do not fit together
-    └── DeviceError             a device call failed; the judge decides what it means
-        ├── ContextLost         a stage no longer answers                    503 gpu_fault
-        ├── PeerLost            a stage thread or far stage ended
-        └── EngineStalled       no progress                                  503 engine_stalled
+ServerError                 anything we raise on purpose
+├── ConfigError             a setting or machine that cannot work        exit 2
+│   └── ConfigRefused       a checkpoint's geometry that cannot work     exit 1 or 2
+├── ModelError              a checkpoint that is broken or unknown       exit 1
+├── RequestError            the client can mend it                       4xx
+├── Overloaded              capacity; try again later                    503 overloaded
+│   └── OutOfMemory         a device, pages or slots have no room
+├── RequestFault            our fault, this request only                 500 internal_error
+│   ├── CapacityExceeded    a row beyond the end of a cache
+│   ├── RowsMissing         a cursor stands behind its sequence
+│   ├── ForwardRewind       a rewind to a row that was never written
+│   ├── StateReleased       a call on state that was given back
+│   ├── NotResident         a buffer used in a context that cannot read it
+│   └── ShapeMismatch       arrays that do not fit together
+└── DeviceError             a device call failed; the judge decides what it means
+    ├── ContextLost         a stage no longer answers                    503 gpu_fault
+    ├── PeerLost            a stage thread or far stage ended
+    └── EngineStalled       no progress                                  503 engine_stalled
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ServerError(Exception):
 
 
 class ConfigError(ServerError):
-    """A flag, key or value that this model or machine cannot have; ends the boot with code 2."""
+    """A setting that this model or machine cannot have; ends the boot with code 2."""
 
 
 class ConfigRefused(ConfigError):
@@ -36,7 +36,7 @@ class ConfigRefused(ConfigError):
 
 
 class ModelError(ServerError):
-    """A checkpoint that cannot be served; ends the boot with code 1. Names the file and the mend."""
+    """A checkpoint that cannot be served; ends the boot with code 1; names file and mend."""
 
 
 class RequestError(ServerError):
@@ -96,7 +96,9 @@ class DeviceError(ServerError):
     """
 
     def __init__(self, call: str, *, code: int, device: str, detail: str = "") -> None:
-        super().__init__(f"{call} failed on {device} with code {code}{': ' if detail else ''}{detail}")
+        super().__init__(
+            f"{call} failed on {device} with code {code}{': ' if detail else ''}{detail}"
+        )
         self.call = call
         self.code = code
         self.device = device

@@ -3,9 +3,10 @@
 Two channels join the processes, each a ZeroMQ pair over a private socket:
 
     work     server -> worker   Generate, Abort, Pause, Resume   (`Command`)
-             worker -> server   tuple of Event             (all events of one engine step in one frame)
-    control  server -> worker   Ping, Inject, Stop         (`Control`)
-             worker -> server   Loading, Loaded, Ready, LoadFailed, Latched, Pong   (`Notice`)
+             worker -> server   tuple of Event   (all events of one step in one frame)
+    control  server -> worker   Ping, Inject, Stop                  (`Control`)
+             worker -> server   Loading, Loaded, Ready, LoadFailed,
+                                Latched, Pong                       (`Notice`)
 
 The control channel is answered by a thread of its own in the worker; a `Pong` carries when the
 loop last made progress, so that a thread that answers never vouches for a loop that hangs.
@@ -42,7 +43,8 @@ class Picture(msgspec.Struct, frozen=True):
     """One picture, cut into patches but not yet normalised.
 
     Shapes: patches is (rows, channels * patch * patch) uint8, C order, in merge-block order;
-            grid counts patches as (temporal, height, width); one prompt row per merge*merge patches.
+            grid counts patches as (temporal, height, width); merge*merge patches make one
+            prompt row.
     """
 
     patches: bytes
@@ -53,7 +55,7 @@ class Picture(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn; a draw is a function of (seed, choice, position) and nothing else (O30)."""
+    """How tokens are drawn: a function of (seed, choice, position) and nothing else (O30)."""
 
     temperature: float = 0.0  # below 1e-3 is greedy
     top_p: float = 1.0

@@ -1,4 +1,4 @@
-"""What a model is, as data: `ModelSpec` and its parts. A family file makes one from a checkpoint."""
+"""What a model is, as data: `ModelSpec` and its parts; family files make it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Mixer = Latent | Kda
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """Gated feed-forward; `limit` clamps gate from above and up on both sides before the activation."""
+    """Gated feed-forward; `limit` clamps the gate from above and up on both sides, before silu."""
 
     inner: int
     limit: float | None = None

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Residency(NamedTuple):
-    """Where a buffer can be dereferenced (rule 4): two buffers are neighbours iff these are equal."""
+    """Where a buffer can be dereferenced (rule 4): neighbours iff all three are equal."""
 
     generation: int  # of the worker process
     ordinal: int  # of the device
@@ -22,10 +22,10 @@ class Residency(NamedTuple):
 
 
 class Device(Protocol):
-    """One device context of this worker. Every call that can fail on a device goes through here (R77).
+    """One device context of this worker; every call that can fail on it goes through here (R77).
 
-    A failed call, raised or returned by the driver, leaves as `DeviceError`; nobody outside judges it.
-    Calls after a sticky fault fail with the same code for ever, as on a real card.
+    A failed call, raised or returned by the driver, leaves as `DeviceError`; the judge decides
+    what it means. Calls after a sticky fault fail with the same code for ever, as on a card.
     """
 
     name: str  # as on the command line: `cpu:0`, `cuda:1`
@@ -34,7 +34,7 @@ class Device(Protocol):
 
     @property
     def waiting_s(self) -> float:
-        """Seconds spent so far in the device call that is going on; 0.0 when in none. Thread-safe."""
+        """Seconds spent so far in the device call going on; 0.0 when in none. Thread-safe."""
 
     @property
     def allocations(self) -> tuple[int, int]:

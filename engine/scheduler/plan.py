@@ -1,8 +1,9 @@
 """StepPlan and StepResult: the contract between the scheduler and the pipeline.
 
 A plan names rows by slot and count, never by the value of the last token: the pipeline keeps the
-token that a slot's last step drew on its device, and a decode row reads it there. So step n+1 can be
-planned and launched before the tokens of step n are on the host (a GPU reads them one step late).
+token that a slot's last step drew on its device, and a decode row reads it there. So step n+1 can
+be planned and launched before the tokens of step n are on the host (a GPU reads them one step
+late).
 """
 
 from __future__ import annotations

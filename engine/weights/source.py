@@ -18,10 +18,10 @@ class TensorSource(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape without reading the data. Raises `ModelError` naming the tensor when it is absent."""
+        """Shape, without reading the data. Raises `ModelError` when it is absent."""
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """The tensor as float32 (block-scaled FP8 dequantised). Raises `ModelError` when absent or cut."""
+        """The tensor as float32, block-scaled FP8 dequantised. Raises `ModelError`."""
 
     @property
     def total_bytes(self) -> int:
