@@ -150,7 +150,7 @@ class ErrorAnswer:
 
 
 def shown(value: Any) -> str:
-    """An input value for a message: at most 100 characters of JSON text; containers by size (O6)."""
+    """An input value for a message: up to 100 characters of JSON text, containers by size (O6)."""
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, list | tuple):
