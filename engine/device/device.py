@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from engine.errors import DeviceError
+
 Array = npt.NDArray[Any]  # a NumPy array, or a CuPy array that answers the same calls
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,6 +33,7 @@ class Device(Protocol):
     name: str  # as on the command line: `cpu:0`, `cuda:1`
     is_cuda: bool
     residency: Residency
+    failure: DeviceError | None  # the last failed call of this context, for the judge to quote
 
     @property
     def waiting_s(self) -> float:
