@@ -1,0 +1,408 @@
+"""The load client for any OpenAI-compatible URL: several processes, times, JSON.
+
+The client must not be the load: it speaks HTTP/1.1 over plain asyncio with a C parser, about a
+fifth of what a full client library costs a token. The first token is the first chunk with text in
+it: a role, or a marker that the server hides, does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import httpx
+import msgspec
+
+from engine.errors import ConfigError, ServerError
+
+REQUEST_LIMIT_S = 600.0
+START_LIMIT_S = 60.0
+QUESTION = "What is in the picture?"
+SENTENCE = " The small red circle is at the top and the large blue star is on the left."
+PIECES = (" red", " the", ".", " a", "7", "!", ",", "z")
+MEDIA = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".gif": "gif", ".webp": "webp"}
+
+
+class BenchError(ServerError):
+    """The measured server did not do what the measurement needs; names the answer it gave."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of the server; with pictures and no prompt length the question is short."""
+
+    url: str
+    model: str | None = None  # None: the first that the server lists
+    streams: int = 16  # requests at the same time, over all clients
+    requests: int = 64
+    clients: int = 2  # processes
+    prompt_tokens: int | None = None
+    answer_tokens: int = 128
+    images: tuple[Path, ...] = ()  # one a request, in turn
+    warm_up: int = 1  # requests before the first that counts, one after the other
+    key: str | None = None
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as its client saw it; times in seconds of the machine's monotonic clock."""
+
+    started_s: float
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    gaps_s: tuple[float, ...] = ()
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    failure: str = ""
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: tuple[_Choice, ...] = ()
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_CHUNKS = msgspec.json.Decoder(_Chunk)
+
+
+class Answer(asyncio.Protocol):
+    """One connection; it sends a request and notes when each piece of the answer's text came."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.WriteTransport | None = None
+        self._done: asyncio.Future[Sample] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def ask(self, request: bytes) -> asyncio.Future[Sample]:
+        """Send one request; the future holds its sample, or raises `ConnectionError`."""
+        assert self._transport is not None
+        self._parser = httptools.HttpResponseParser(self)
+        self._buffer, self._times = b"", list[float]()
+        self._usage, self._failure, self._finished = _Usage(), "", False
+        self._done = asyncio.get_running_loop().create_future()
+        self._started_s = time.monotonic()
+        self._transport.write(request)
+        return self._done
+
+    def data_received(self, data: bytes) -> None:
+        self._now_s = time.monotonic()
+        self._parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        self._buffer += body
+        if self._parser.get_status_code() != 200:
+            return  # an error object: read as a whole at its end
+        *events, self._buffer = self._buffer.replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            self._on_event(event)
+
+    def _on_event(self, event: bytes) -> None:
+        kind, _, payload = event.partition(b":")
+        payload = payload.strip()
+        if kind != b"data":
+            return
+        if payload == b"[DONE]":
+            self._finished = True
+            return
+        chunk = _CHUNKS.decode(payload)
+        if chunk.error is not None:
+            self._failure = str(chunk.error)[:300]
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+        if any(c.delta.content or c.delta.reasoning_content for c in chunk.choices):
+            self._times.append(self._now_s)
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status != 200:
+            self._failure = f"status {status}: {self._buffer[:300].decode(errors='replace')}"
+        elif not self._failure and not (self._finished and self._times):
+            self._failure = "the stream ended without [DONE]" if self._times else "no text came"
+        self._settle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._done is not None and not self._done.done():
+            self._failure = f"the connection ended: {exc or 'closed by the server'}"
+            self._settle()
+
+    def _settle(self) -> None:
+        assert self._done is not None
+        times = self._times or [0.0]
+        sample = Sample(
+            started_s=self._started_s,
+            first_s=times[0],
+            ended_s=time.monotonic(),
+            gaps_s=tuple(b - a for a, b in pairwise(times)),
+            prompt_tokens=self._usage.prompt_tokens,
+            answer_tokens=self._usage.completion_tokens,
+            failure=self._failure,
+        )
+        if not self._done.done():
+            self._done.set_result(sample)
+
+
+def _request(load: Load, body: bytes) -> bytes:
+    place = urlsplit(load.url)
+    key = f"Authorization: Bearer {load.key}\r\n" if load.key else ""
+    head = (
+        f"POST {place.path.rstrip('/')}/v1/chat/completions HTTP/1.1\r\nHost: {place.netloc}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{key}\r\n"
+    )
+    return head.encode() + body
+
+
+async def _stream(load: Load, waiting: deque[bytes]) -> list[Sample]:
+    """Send what waits, one request after the other, over one connection while it lasts."""
+    place = urlsplit(load.url)
+    port = place.port or (443 if place.scheme == "https" else 80)
+    answer, samples = Answer(), list[Sample]()
+    while waiting:
+        body = waiting.popleft()
+        if not answer.is_open:
+            _, answer = await asyncio.get_running_loop().create_connection(
+                Answer, place.hostname or "", port, ssl=place.scheme == "https" or None
+            )
+        async with asyncio.timeout(REQUEST_LIMIT_S):
+            samples.append(await answer.ask(_request(load, body)))
+    return samples
+
+
+async def _streams(load: Load, bodies: Sequence[bytes], count: int) -> list[Sample]:
+    waiting = deque(bodies)
+    parts = await asyncio.gather(*(_stream(load, waiting) for _ in range(count)))
+    return [sample for part in parts for sample in part]
+
+
+def _client(
+    load: Load, bodies: Sequence[bytes], count: int, gate: Barrier, results: Connection
+) -> None:
+    """The main of one client process: wait for the others, send its share, report."""
+    gate.wait(START_LIMIT_S)
+    results.send_bytes(msgspec.json.encode(asyncio.run(_streams(load, bodies, count))))
+
+
+def _run_clients(load: Load, bodies: Sequence[bytes]) -> list[Sample]:
+    clients = min(load.clients, load.streams, len(bodies))
+    spawn = multiprocessing.get_context("spawn")
+    gate = spawn.Barrier(clients)
+    running = []
+    for n in range(clients):
+        streams = load.streams // clients + (n < load.streams % clients)
+        mine, theirs = spawn.Pipe(duplex=False)
+        process = spawn.Process(
+            target=_client, args=(load, bodies[n::clients], streams, gate, theirs), daemon=True
+        )
+        process.start()
+        theirs.close()
+        running.append((process, mine))
+    samples: list[Sample] = []
+    for process, mine in running:
+        try:
+            samples += msgspec.json.decode(mine.recv_bytes(), type=list[Sample])
+        except EOFError:
+            raise BenchError(
+                f"a client process of the load ended early; is {load.url} up?"
+            ) from None
+        finally:
+            process.join(5)
+    return samples
+
+
+class Server:
+    """The measured server, for the few questions before the load."""
+
+    def __init__(self, load: Load) -> None:
+        headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
+        self._http = httpx.Client(base_url=load.url.rstrip("/"), headers=headers, timeout=120)
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """One JSON answer. Raises `BenchError` for any status but 200."""
+        try:
+            reply = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise BenchError(f"{self._http.base_url}{path} does not answer: {error}") from error
+        if reply.status_code != 200:
+            raise BenchError(f"{path} answered {reply.status_code}: {reply.text[:300]}")
+        return reply.json()
+
+    def first_model(self) -> str:
+        return str(self.ask("GET", "/v1/models")["data"][0]["id"])
+
+    def prompt_tokens(self, model: str, text: str) -> int:
+        """Tokens of a one-message prompt: asked of `/tokenize`, else paid for with one token."""
+        messages = [{"role": "user", "content": text}]
+        body = {"model": model, "messages": messages}
+        try:
+            return int(
+                self.ask("POST", "/tokenize", {**body, "add_generation_prompt": True})["count"]
+            )
+        except (BenchError, KeyError):
+            answer = self.ask("POST", "/v1/chat/completions", {**body, "max_tokens": 1})
+            return int(answer["usage"]["prompt_tokens"])
+
+
+def exact_prompt(count: Callable[[str], int], tokens: int, lead: str) -> str:
+    """A text that starts with `lead` and makes a prompt of exactly so many tokens.
+
+    Raises:
+        ConfigError: the chat template alone is longer, or no piece of text fits the last tokens.
+    """
+    text, have = lead, count(lead)
+    if have > tokens:
+        raise ConfigError(f"the shortest prompt has {have} tokens, not {tokens}; ask for more.")
+    each = (count(lead + SENTENCE * 8) - have) / 8
+    for sentences in range(int((tokens - have) / each) + 1, -1, -1):
+        text = lead + SENTENCE * sentences
+        have = count(text)
+        if have <= tokens:
+            break
+    while have < tokens:
+        sizes = ((count(text + piece), text + piece) for piece in PIECES)
+        have, text = next(((n, t) for n, t in sizes if have < n <= tokens), (-1, ""))
+        if have < 0:
+            raise ConfigError(f"no text of exactly {tokens} prompt tokens found; ask for one more.")
+    return text
+
+
+def bodies(load: Load, model: str, count: Callable[[str], int]) -> list[bytes]:
+    """Every request, the warm-up first; prompts of an exact length all begin differently."""
+    total = load.warm_up + load.requests
+    pictures = [_data_url(path) for path in load.images]
+    exact = load.prompt_tokens or (None if pictures else 100)
+    tail = exact_prompt(count, exact, "1000").removeprefix("1000") if exact else ""
+    made = []
+    for n in range(total):
+        text = f"{1000 + n % 9000}{tail}" if exact else QUESTION
+        content: Any = text
+        if pictures:
+            picture = {"type": "image_url", "image_url": {"url": pictures[n % len(pictures)]}}
+            content = [picture, {"type": "text", "text": text}]
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": load.answer_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        made.append(msgspec.json.encode(body))
+    return made
+
+
+def _data_url(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--image {path}: {error.strerror}; name a picture file.") from error
+    media = MEDIA.get(path.suffix.lower(), "png")
+    return f"data:image/{media};base64,{base64.b64encode(data).decode()}"
+
+
+def measure(load: Load) -> dict[str, Any]:
+    """Run the load and give `model`, `load` and `result` as in `benchmarks/schema.json`.
+
+    Raises:
+        BenchError: the server is not there, or every request failed.
+    """
+    server = Server(load)
+    model = load.model or server.first_model()
+    made = bodies(load, model, lambda text: server.prompt_tokens(model, text))
+    asyncio.run(_streams(load, made[: load.warm_up], 1))
+    samples = _run_clients(load, made[load.warm_up :])
+    return {
+        "model": model,
+        "load": {
+            "url": load.url,
+            "clients": load.clients,
+            "streams": load.streams,
+            "requests": load.requests,
+            "prompt_tokens": round(statistics.median(s.prompt_tokens for s in samples)),
+            "answer_tokens": load.answer_tokens,
+            "images": 1 if load.images else 0,
+            "warm_up": load.warm_up,
+        },
+        "result": summary(samples),
+    }
+
+
+def summary(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Percentiles in ms and rates in tokens a second, over the requests that did not fail.
+
+    `stream_tokens_per_s` counts the tokens after the second, from the first text to the end: the
+    first text may stand for two tokens, when a hidden marker came before it.
+    """
+    good = [s for s in samples if not s.failure]
+    failures = [s.failure for s in samples if s.failure]
+    if not good:
+        raise BenchError(f"all {len(samples)} requests failed; the first: {failures[0]}")
+    wall_s = max(s.ended_s for s in good) - min(s.started_s for s in good)
+    answered = sum(s.answer_tokens for s in good)
+    rates = [(s.answer_tokens - 2) / (s.ended_s - s.first_s) for s in good if s.answer_tokens > 2]
+    return {
+        "ttft_ms": percentiles([(s.first_s - s.started_s) * 1e3 for s in good]),
+        "itl_ms": percentiles([gap * 1e3 for s in good for gap in s.gaps_s]),
+        "e2e_ms": percentiles([(s.ended_s - s.started_s) * 1e3 for s in good]),
+        "tokens_per_s": round(answered / wall_s, 1),
+        "stream_tokens_per_s": percentiles(rates),
+        "answer_tokens": answered,
+        "wall_s": round(wall_s, 3),
+        "requests": len(samples),
+        "failed": len(failures),
+        "first_failure": failures[0] if failures else None,
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Nearest-rank percentiles, so each is a value that was measured; None without any."""
+    if not values:
+        return None
+    ranked = sorted(values)
+
+    def at(share: float) -> float:
+        return round(ranked[math.ceil(share * len(ranked)) - 1], 3)
+
+    return {"p50": at(0.50), "p95": at(0.95), "p99": at(0.99), "max": round(ranked[-1], 3)}
+
+
+def measure_and_print(load: Load, out: Path | None) -> int:
+    """The command: JSON on stdout and in a file; 1 when a request failed."""
+    report = measure(load)
+    text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
+    return 1 if report["result"]["failed"] else 0
