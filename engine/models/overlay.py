@@ -20,11 +20,11 @@ class Span(NamedTuple):
 
     position: int  # first prompt position, relative to the window's start
     row: int  # first overlay row
-    count: int  # positions, and rows
+    length: int  # positions, and rows
 
     @property
     def end(self) -> int:
-        return self.position + self.count
+        return self.position + self.length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ class Overlay:
         return cls(rows, obeyed, home)
 
     def window(self, start: int, count: int) -> Overlay | None:
-        """The part that falls into positions [start, start + count), rebased; None when there is none.
+        """The part that falls into positions [start, start + count), rebased; None when empty.
 
         An alias (rule 9): the same rows, no allocation, no copy, no device call.
         """
@@ -132,7 +132,7 @@ def require_resident(overlay: Overlay, device: Device) -> None:
 def check_placeholders(
     prompt: Sequence[int], pictures: Sequence[Picture], image_token: int
 ) -> None:
-    """Hold a prompt to its pictures: each placeholder is covered, and nothing else is (rules 28, 35).
+    """Hold a prompt to its pictures: placeholders are covered, nothing else is (rules 28, 35).
 
     An assertion on our own work, made before the tower runs.
 
@@ -170,15 +170,15 @@ def _obey_span_law(spans: tuple[Span, ...], rows: int) -> tuple[Span, ...]:
     """Rule 2. Spans may share rows (the same picture twice), but leave none unused."""
     behind = 0
     for span in spans:
-        if span.count < 1 or span.position < behind:
+        if span.length < 1 or span.position < behind:
             raise RequestFault(
                 f"{span} is empty, negative, unsorted or overlaps a span that ends at {behind}."
             )
-        if span.row < 0 or span.row + span.count > rows:
+        if span.row < 0 or span.row + span.length > rows:
             raise RequestFault(f"{span} leaves the overlay's {rows} rows.")
         behind = span.end
     used = 0
-    for first, end in sorted((span.row, span.row + span.count) for span in spans):
+    for first, end in sorted((span.row, span.row + span.length) for span in spans):
         if first > used:
             break
         used = max(used, end)
