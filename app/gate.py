@@ -1,0 +1,246 @@
+"""What every request passes before its route, and what every answer carries.
+
+In the order of O1: path, method, key; the route then checks state, content type, size, JSON and
+fields. Whatever goes wrong below becomes one error object here (O5), and the request's one log
+line and its counts are written here at its end (O17, O18, O100).
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Sequence
+from time import monotonic
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.config import ApiKey
+from app.errors import ErrorAnswer, TransportRefused, answer_of
+from app.logs import RequestRecord, log_failure, log_request, plain
+from app.metrics import Metrics
+from app.sse import ClientGone
+from engine.errors import ServerError
+
+RECORD: Final = "stagelight.record"  # key of the scope
+OPEN_PATHS: Final = frozenset({"/health", "/health/live"})
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_IGNORED_NAME = re.compile(r"[A-Za-z0-9_.=-]+")
+_IGNORED_NAMES, _IGNORED_BYTES = 10, 512
+
+# O3: first parts, behind /v1/, of OpenAI paths that this server does not offer.
+_OTHER_ENDPOINTS: Final = frozenset(
+    {
+        *("assistants", "audio", "batches", "chat", "conversations", "containers", "decisions"),
+        *("edits", "embeddings", "engines", "evals", "files", "fine-tunes", "fine_tuning"),
+        *("images", "moderations", "organization", "projects", "realtime", "rerank"),
+        *("responses", "score", "skills", "threads", "uploads", "vector_stores", "videos"),
+    }
+)
+
+
+class Keys:
+    """The accepted keys; replaced as a whole when the file is read again."""
+
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = [(key.name, key.value.encode()) for key in keys]
+
+    def replace(self, keys: Sequence[ApiKey]) -> None:
+        """From now on these are accepted, and no others."""
+        self._keys = [(key.name, key.value.encode()) for key in keys]
+
+    @property
+    def needed(self) -> bool:
+        return bool(self._keys)
+
+    def name_of(self, headers: Headers) -> str:
+        """The name of the key that these headers carry; "" when no key is needed (O15).
+
+        Raises:
+            TransportRefused: `missing_api_key` or `invalid_api_key`.
+        """
+        if not self._keys:
+            return ""
+        offered = list(_offered(headers))
+        if not offered:
+            raise TransportRefused(
+                "missing_api_key", "This server needs a key: send Authorization: Bearer KEY."
+            )
+        found = ""
+        for value in offered:
+            for name, key in self._keys:  # every one, so that time tells nothing
+                if hmac.compare_digest(value, key):
+                    found = name
+        if not found:
+            raise TransportRefused("invalid_api_key", "This key is not known here.")
+        return found
+
+
+class Gate:
+    """The one middleware.
+
+    Args:
+        app: what comes next.
+        routes: the router's own list; what is not there is 404.
+        keys: the accepted keys.
+        metrics: where ended requests are counted.
+        open_metrics: "/metrics" when it needs no key.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        routes: Sequence[BaseRoute],
+        keys: Keys,
+        metrics: Metrics,
+        open_paths: frozenset[str] = OPEN_PATHS,
+    ) -> None:
+        self._app = app
+        self._routes = routes
+        self._keys = keys
+        self._metrics = metrics
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = _record_of(scope)
+        inner = {**scope, RECORD: record}
+        silent = scope["method"] == "HEAD"
+        if silent:
+            inner["method"] = "GET"
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                _complete_head(message, record)
+            elif silent and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        try:
+            self._check(inner, record)
+            await self._app(inner, receive, answer)
+        except ClientGone:
+            record.cancelled = True
+        except Exception as error:
+            if not isinstance(error, ServerError):
+                log_failure(record, error)
+            told = answer_of(error)
+            record.error = told.code
+            if record.head_at is not None:
+                raise
+            await _send_error(told, answer)
+        finally:
+            now = monotonic()
+            self._metrics.ended(record, now)
+            log_request(record, now)
+
+    def _check(self, scope: Scope, record: RequestRecord) -> None:
+        """Path, method, key; raises `TransportRefused`."""
+        path: str = scope["path"]
+        allowed: set[str] = set()
+        for route in self._routes:
+            match, _ = route.matches(scope)
+            if match is not Match.NONE and isinstance(route, Route):
+                record.endpoint = route.path
+                allowed |= route.methods or set()
+                if match is Match.FULL:
+                    break
+        else:
+            record.endpoint = route.path if allowed and isinstance(route, Route) else ""
+            raise _wrong_method(path, scope["method"], allowed) if allowed else _unknown(scope)
+        if path.endswith("/") and path != "/":
+            raise _unknown(scope)  # no path of this server ends so, and none is redirected (O2)
+        if path not in self._open_paths:
+            record.key = self._keys.name_of(Headers(scope=scope))
+
+
+def _record_of(scope: Scope) -> RequestRecord:
+    headers = Headers(scope=scope)
+    given = headers.get("x-request-id", "")
+    raw: bytes = scope.get("raw_path") or scope["path"].encode("utf-8", "replace")
+    retries = headers.get("x-stainless-retry-count", "")
+    return RequestRecord(
+        request_id=given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}",
+        method=plain(scope["method"]),
+        path=raw.partition(b"?")[0].decode("ascii", "backslashreplace")[:256],
+        started=monotonic(),
+        client_request_id=plain(headers.get("x-client-request-id", "")),
+        retries=int(retries) if retries.isascii() and retries.isdigit() else 0,
+    )
+
+
+def _complete_head(message: Message, record: RequestRecord) -> None:
+    """The headers that every answer has (O17, O18)."""
+    record.head_at = monotonic()
+    record.status = message["status"]
+    headers = MutableHeaders(raw=message["headers"])
+    headers["x-request-id"] = record.request_id
+    headers["openai-processing-ms"] = str(int((record.head_at - record.started) * 1000))
+    if record.ignored and record.status == 200:
+        headers["x-ignored-params"] = ignored_header(record.ignored)
+    message["headers"] = headers.raw
+
+
+def ignored_header(names: Sequence[str]) -> str:
+    """Names of fields without effect: at most 10, at most 512 bytes, plain characters (O22)."""
+    plain_names = [name for name in names if _IGNORED_NAME.fullmatch(name)][:_IGNORED_NAMES]
+    while plain_names and len(", ".join(plain_names)) > _IGNORED_BYTES:
+        plain_names.pop()
+    return ", ".join(plain_names)
+
+
+async def _send_error(told: ErrorAnswer, send: Send) -> None:
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(told.body)),
+        **told.headers,
+    }
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": told.status, "headers": raw})
+    await send({"type": "http.response.body", "body": told.body})
+
+
+def _offered(headers: Headers) -> Sequence[bytes]:
+    """The keys in these headers, as bytes: what is no ASCII is simply another key (O15)."""
+    found = []
+    for name, value in headers.raw:
+        if name == b"x-api-key":
+            found.append(value.strip(b" "))
+        elif name == b"authorization":
+            scheme, _, key = value.strip(b" ").partition(b" ")
+            found.append(key.strip(b" ") if scheme.lower() == b"bearer" else b"")
+    return found
+
+
+def _shown_path(scope: Scope) -> str:
+    return str(scope["path"])[:120]
+
+
+def _unknown(scope: Scope) -> TransportRefused:
+    path = _shown_path(scope)
+    version, _, rest = path.removeprefix("/").partition("/")
+    if version == "v1" and rest.partition("/")[0] in _OTHER_ENDPOINTS:
+        return TransportRefused(
+            "endpoint_not_supported", f"This server does not offer {scope['method']} {path}."
+        )
+    return TransportRefused("not_found", f"There is no {scope['method']} {path} here.")
+
+
+def _wrong_method(path: str, method: str, allowed: set[str]) -> TransportRefused:
+    names = sorted(allowed | ({"HEAD"} if "GET" in allowed else set()))
+    return TransportRefused(
+        "method_not_allowed",
+        f"{method[:20]} is not possible on {path[:120]}; use {' or '.join(names)}.",
+        headers={"allow": ", ".join(names)},
+    )
