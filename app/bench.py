@@ -1,9 +1,4 @@
-"""The load client for any OpenAI-compatible URL: several processes, times, JSON.
-
-The client must not be the load: it speaks HTTP/1.1 over plain asyncio with a C parser, about a
-fifth of what a full client library costs a token. The first token is the first chunk with text in
-it: a role, or a marker that the server hides, does not count.
-"""
+"""The load client for any OpenAI-compatible URL: several processes, times, JSON."""
 
 from __future__ import annotations
 
@@ -13,20 +8,18 @@ import math
 import multiprocessing
 import statistics
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httptools
 import httpx
 import msgspec
 
+from app.bench_client import Answer, Sample
 from engine.errors import ConfigError, ServerError
 
 REQUEST_LIMIT_S = 600.0
@@ -56,124 +49,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     key: str | None = None
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as its client saw it; times in seconds of the machine's monotonic clock."""
-
-    started_s: float
-    first_s: float = 0.0
-    ended_s: float = 0.0
-    gaps_s: tuple[float, ...] = ()
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
-    failure: str = ""
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta = msgspec.field(default_factory=_Delta)
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class _Chunk(msgspec.Struct):
-    choices: tuple[_Choice, ...] = ()
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_CHUNKS = msgspec.json.Decoder(_Chunk)
-
-
-class Answer(asyncio.Protocol):
-    """One connection; it sends a request and notes when each piece of the answer's text came."""
-
-    def __init__(self) -> None:
-        self._transport: asyncio.WriteTransport | None = None
-        self._done: asyncio.Future[Sample] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
-
-    @property
-    def is_open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
-
-    def ask(self, request: bytes) -> asyncio.Future[Sample]:
-        """Send one request; the future holds its sample, or raises `ConnectionError`."""
-        assert self._transport is not None
-        self._parser = httptools.HttpResponseParser(self)
-        self._buffer, self._times = b"", list[float]()
-        self._usage, self._failure, self._finished = _Usage(), "", False
-        self._done = asyncio.get_running_loop().create_future()
-        self._started_s = time.monotonic()
-        self._transport.write(request)
-        return self._done
-
-    def data_received(self, data: bytes) -> None:
-        self._now_s = time.monotonic()
-        self._parser.feed_data(data)
-
-    def on_body(self, body: bytes) -> None:
-        self._buffer += body
-        if self._parser.get_status_code() != 200:
-            return  # an error object: read as a whole at its end
-        *events, self._buffer = self._buffer.replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in events:
-            self._on_event(event)
-
-    def _on_event(self, event: bytes) -> None:
-        kind, _, payload = event.partition(b":")
-        payload = payload.strip()
-        if kind != b"data":
-            return
-        if payload == b"[DONE]":
-            self._finished = True
-            return
-        chunk = _CHUNKS.decode(payload)
-        if chunk.error is not None:
-            self._failure = str(chunk.error)[:300]
-        if chunk.usage is not None:
-            self._usage = chunk.usage
-        if any(c.delta.content or c.delta.reasoning_content for c in chunk.choices):
-            self._times.append(self._now_s)
-
-    def on_message_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status != 200:
-            self._failure = f"status {status}: {self._buffer[:300].decode(errors='replace')}"
-        elif not self._failure and not (self._finished and self._times):
-            self._failure = "the stream ended without [DONE]" if self._times else "no text came"
-        self._settle()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._done is not None and not self._done.done():
-            self._failure = f"the connection ended: {exc or 'closed by the server'}"
-            self._settle()
-
-    def _settle(self) -> None:
-        assert self._done is not None
-        times = self._times or [0.0]
-        sample = Sample(
-            started_s=self._started_s,
-            first_s=times[0],
-            ended_s=time.monotonic(),
-            gaps_s=tuple(b - a for a, b in pairwise(times)),
-            prompt_tokens=self._usage.prompt_tokens,
-            answer_tokens=self._usage.completion_tokens,
-            failure=self._failure,
-        )
-        if not self._done.done():
-            self._done.set_result(sample)
-
-
 def _request(load: Load, body: bytes) -> bytes:
     place = urlsplit(load.url)
     key = f"Authorization: Bearer {load.key}\r\n" if load.key else ""
@@ -189,14 +64,17 @@ async def _stream(load: Load, waiting: deque[bytes]) -> list[Sample]:
     place = urlsplit(load.url)
     port = place.port or (443 if place.scheme == "https" else 80)
     answer, samples = Answer(), list[Sample]()
-    while waiting:
-        body = waiting.popleft()
-        if not answer.is_open:
-            _, answer = await asyncio.get_running_loop().create_connection(
-                Answer, place.hostname or "", port, ssl=place.scheme == "https" or None
-            )
-        async with asyncio.timeout(REQUEST_LIMIT_S):
-            samples.append(await answer.ask(_request(load, body)))
+    try:
+        while waiting:
+            body = waiting.popleft()
+            if not answer.is_open:
+                _, answer = await asyncio.get_running_loop().create_connection(
+                    Answer, place.hostname or "", port, ssl=place.scheme == "https" or None
+                )
+            async with asyncio.timeout(REQUEST_LIMIT_S):
+                samples.append(await answer.ask(_request(load, body)))
+    finally:
+        answer.close()
     return samples
 
 
@@ -247,6 +125,12 @@ class Server:
     def __init__(self, load: Load) -> None:
         headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
         self._http = httpx.Client(base_url=load.url.rstrip("/"), headers=headers, timeout=120)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._http.close()
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """One JSON answer. Raises `BenchError` for any status but 200."""
@@ -338,9 +222,9 @@ def measure(load: Load) -> dict[str, Any]:
     Raises:
         BenchError: the server is not there, or every request failed.
     """
-    server = Server(load)
-    model = load.model or server.first_model()
-    made = bodies(load, model, lambda text: server.prompt_tokens(model, text))
+    with Server(load) as server:
+        model = load.model or server.first_model()
+        made = bodies(load, model, lambda text: server.prompt_tokens(model, text))
     asyncio.run(_streams(load, made[: load.warm_up], 1))
     samples = _run_clients(load, made[load.warm_up :])
     return {
