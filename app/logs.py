@@ -119,9 +119,7 @@ def log_failure(record: RequestRecord, error: BaseException) -> None:
 
     The text may quote what a client sent, or what a driver said.
     """
-    frames = [
-        f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)
-    ]
+    calls = traceback.extract_tb(error.__traceback__)[-8:]
     structlog.get_logger().error(
         "request failed inside",
         request_id=record.request_id,

@@ -80,7 +80,6 @@ class EventStream(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.body = b""
         self.init_headers(HEADERS)
         self._frames = frames
         self._keep_alive_s = keep_alive_s
@@ -99,17 +98,12 @@ class EventStream(Response):
                     await self._write(send, data)
                     self._sent_at = loop.time()
                 await self._write(send, DONE)
-        except (
-            ServerError,
-            ArithmeticError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as e:
+        except ClientGone:
+            raise
+        except Exception as error:
             if not self._started:
                 raise
-            await self._write(send, self._error_frame(e))
+            await self._write(send, self._error_frame(error))
         finally:
             if beat is not None:
                 beat.cancel()

@@ -23,7 +23,7 @@ from app.schemas.shared import (
 from engine.errors import RequestError
 
 
-def _message_count(value: Any, info: ValidationInfo) -> Any:
+def message_count(value: Any, info: ValidationInfo) -> Any:
     """Counted before they are read: a thousand too many cost nothing."""
     if isinstance(value, list) and isinstance(info.context, FieldContext):
         limit = info.context.limits.messages
@@ -73,7 +73,7 @@ class ChatRequest(GenerationFields):
 
     messages: Annotated[
         list[Message],
-        BeforeValidator(_message_count),
+        BeforeValidator(message_count),
         Field(json_schema_extra={"minItems": 1}),
     ]
     max_completion_tokens: Bound | None = None

@@ -58,7 +58,7 @@ def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...] | None:
     return tuple(given)
 
 
-def _in_vocabulary(value: Any, info: ValidationInfo) -> Any:
+def in_vocabulary(value: Any, info: ValidationInfo) -> Any:
     vocab = _context(info).vocab
     for token in value or ():
         if not 0 <= token < vocab:
@@ -115,7 +115,7 @@ def _metadata(value: dict[str, str]) -> dict[str, str]:
 
 Bound = Annotated[Integer, Field(ge=1)]
 Penalty = Annotated[Number, Field(ge=-2, le=2), only(neutral=(0.0,), mend="use 0")]
-TokenIds = Annotated[list[Integer], Field(max_length=STOP_IDS), AfterValidator(_in_vocabulary)]
+TokenIds = Annotated[list[Integer], Field(max_length=STOP_IDS), AfterValidator(in_vocabulary)]
 Stop = Annotated[
     tuple[str, ...] | None,
     PlainValidator(_stop),
