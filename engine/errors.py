@@ -13,6 +13,7 @@ ServerError                 anything we raise on purpose
 │   ├── ForwardRewind       a rewind to a row that was never written
 │   ├── StateReleased       a call on state that was given back
 │   ├── NotResident         a buffer used in a context that cannot read it
+│   ├── NotFinite           NaN or infinity where a token was to be drawn
 │   └── ShapeMismatch       arrays that do not fit together
 └── DeviceError             a device call failed; the judge decides what it means
     ├── ContextLost         a stage no longer answers                    503 gpu_fault
@@ -80,6 +81,10 @@ class StateReleased(RequestFault):
 
 class NotResident(RequestFault):
     """A buffer that the consumer's context cannot read (rules 3 to 5); nothing was launched."""
+
+
+class NotFinite(RequestFault):
+    """NaN or infinity in a row of logits: no token is taken from it (O86)."""
 
 
 class ShapeMismatch(RequestFault):

@@ -1,0 +1,83 @@
+"""layers [i, j) on one device: receive, forward, send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.cache.budget import CachePlan
+from engine.device.device import Array, Device
+from engine.models.batch import Batch
+from engine.models.forward import enter, leave, run_layers
+from engine.models.state import make_states
+from engine.ops.spec import Ops
+from engine.spec import ModelSpec
+
+
+class Stage:
+    """Owner of its layers' caches, and the one who runs them.
+
+    The first stage looks tokens up, the last one makes logits; one stage alone does both.
+
+    Args:
+        layers: of this stage, out of all of `spec.layers`.
+        weights: of the whole model on the CPU; of this stage elsewhere.
+        caches: slots, pages and the capacity C, the same on every stage (R104).
+    """
+
+    def __init__(
+        self,
+        layers: range,
+        *,
+        device: Device,
+        ops: Ops,
+        spec: ModelSpec,
+        weights: Any,
+        caches: CachePlan,
+    ) -> None:
+        self.layers = layers
+        self.device = device
+        self.ops = ops
+        self.spec = spec
+        self.caches = caches
+        self.wrote = False  # whether the last call may have changed a sequence's state
+        self._weights = weights
+        self._first = layers.start == 0
+        self._last = layers.stop == len(spec.layers)
+        self._states = make_states(
+            spec,
+            layers,
+            device,
+            slots=caches.slots,
+            pages=caches.pages,
+            page_tokens=caches.page_tokens,
+            capacity=caches.context,
+        )
+
+    def run(self, x: Array | None, batch: Batch, fresh: list[int]) -> Array:
+        """Hidden rows in, hidden rows out; the last stage makes logits of the rows that draw.
+
+        Shapes: x (rows, hidden), or with its residual streams · logits (outs, vocab)
+
+        Args:
+            x: rows of the stage before; None on the first, which starts from the batch's ids.
+            batch: the step's arrays.
+            fresh: slots whose sequence starts with this step.
+        """
+        self.wrote = False
+        if self._first:
+            x = enter(batch, self._weights, self.spec, self.ops)
+        if x is None:
+            raise AssertionError(f"stage {self.layers} got no rows from the stage before it")
+        self.wrote = True
+        for slot in fresh:
+            for state in self._states:
+                state.begin(slot)
+        x = run_layers(x, batch, self.layers, self._weights, self._states, self.spec, self.ops)
+        if self._last and len(batch.outputs):
+            return leave(x, batch, self._weights, self.spec, self.ops)
+        return x
+
+    def release(self, slot: int) -> None:
+        """Forget the slot's sequence; host bookkeeping only (R67)."""
+        for state in self._states:
+            state.release(slot)
