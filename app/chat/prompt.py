@@ -1,0 +1,454 @@
+"""messages and images -> the prompt of one Generate message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar
+
+from app.chat.defaults import Checkpoint, Defaults, read_checkpoint
+from app.chat.media import CutPicture, DecodePool, ImagePart, PlannedPicture, decode, plan
+from app.chat.reasoning import ReasoningMarkers
+from app.chat.shield import SHIELD, Shield
+from app.chat.stream import AnswerPlan
+from app.chat.template import ChatTemplate
+from app.config import Limits
+from app.tokens import FILE as TOKENIZER_FILE
+from app.tokens import Tokenizer
+from engine.errors import ModelError, RequestError, RequestFault
+from engine.messages import Loaded, Picture
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+WORKERS: Final = 2  # threads for templates and tokens: one that waits must not stop the other
+COUNTED_BYTES: Final = 1_000_000  # above, a prompt that cannot fit is not counted to the last token
+
+_LIMITS: Final = Limits()
+_NONE: Final[Mapping[str, Any]] = {}
+
+
+class PromptTooLong(RequestError):
+    """Prompt and answer do not fit the context (O62); names limit, prompt and image tokens."""
+
+    code = "context_length_exceeded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What goes into a `Generate`, and what the answer's side has to know of it.
+
+    Attributes:
+        tokens: placeholders already repeated, one for each image row.
+        image_tokens: how many of them are placeholders.
+        max_tokens: bound on the answer: as asked, or what the context leaves.
+        cut_to: the same number where `clamp` lowered what was asked, else None.
+    """
+
+    tokens: tuple[int, ...] = field(repr=False)
+    pictures: tuple[Picture, ...] = field(default=(), repr=False)
+    image_tokens: int = 0
+    max_tokens: int
+    cut_to: int | None = None
+    starts_in_reasoning: bool = False
+
+
+class Prompter:
+    """Makes prompts for one checkpoint; template, tokens and pixels are off the event loop.
+
+    Attributes:
+        tokenizer: for `/tokenize`, `/detokenize` and the answers.
+        defaults: sampling of a request that says nothing.
+        end_ids: ids that end an answer, those of every file of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        limits: Limits,
+        decode_workers: int,
+        clamp: bool,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.defaults: Defaults = checkpoint.defaults
+        self.end_ids = checkpoint.end_ids
+        self._template = template
+        self._reasoning = ReasoningMarkers.of(tokenizer.markers)
+        self._limits = limits
+        self._clamp = clamp
+        self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="prompt")
+        self._decoding = DecodePool(decode_workers)
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        limits: Limits = _LIMITS,
+        decode_workers: int = 1,
+        clamp: bool = False,
+    ) -> Prompter:
+        """Read tokenizer, template and configs of a checkpoint.
+
+        Args:
+            folder: in Hugging Face layout.
+            limits: what one request may hold.
+            decode_workers: pictures that are decoded at a time.
+            clamp: cut a bound that does not fit instead of refusing it (O62).
+
+        Raises:
+            ModelError: one line naming the file and the mend.
+        """
+        checkpoint = read_checkpoint(folder)
+        tokenizer = Tokenizer.open(folder, rows=checkpoint.rows)
+        placeholder = checkpoint.image_token
+        if placeholder is not None and placeholder not in tokenizer.markers.values():
+            raise ModelError(
+                f"{folder / TOKENIZER_FILE} has no added token with the id {placeholder}, which "
+                "config.json names as image_token_id. Use the tokenizer of this checkpoint."
+            )
+        return cls(
+            checkpoint,
+            tokenizer,
+            ChatTemplate.open(folder, markers=tokenizer.markers),
+            limits=limits,
+            decode_workers=decode_workers,
+            clamp=clamp,
+        )
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        loaded: Loaded,
+        *,
+        template_kwargs: Mapping[str, Any] = _NONE,
+        add_generation_prompt: bool = True,
+        max_tokens: int | None = None,
+        bound_name: str = "max_completion_tokens",
+    ) -> Prompt:
+        """The prompt of a chat. Length is checked before any picture is decoded (rule 31).
+
+        Args:
+            messages: as `schemas.messages.for_template` gives them.
+            loaded: what the worker can do.
+            template_kwargs: `chat_template_kwargs` of the request.
+            add_generation_prompt: whether it ends where an answer begins.
+            max_tokens: bound on the answer; None is the rest of the context.
+            bound_name: the field that it came from.
+
+        Raises:
+            RequestError: codes of O8: template_error, context_length_exceeded, those of section 7.
+            RequestFault: placeholders and pictures disagree, which is our fault (rules 34 and 35).
+        """
+        draft = await self._off_loop(
+            self._draft,
+            messages,
+            loaded,
+            template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+        )
+        bound, cut_to = self._room(draft, loaded, max_tokens, bound_name)
+        pictures = await decode(draft.planned, self._decoding) if draft.planned else []
+        return Prompt(
+            tokens=tuple(draft.tokens),
+            pictures=_placed(pictures, draft),
+            image_tokens=draft.image_tokens,
+            max_tokens=bound,
+            cut_to=cut_to,
+            starts_in_reasoning=self._ends_in_reasoning(draft.tokens),
+        )
+
+    async def text(
+        self,
+        prompt: str | Sequence[int],
+        loaded: Loaded,
+        *,
+        max_tokens: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> Prompt:
+        """A raw prompt (O88): markers in a text count as such, since the caller wrote the template.
+
+        Raises:
+            RequestError: an empty prompt, an image placeholder, an id outside the vocabulary, or
+                context_length_exceeded.
+        """
+        tokens = await self.tokenize_text(prompt, loaded, add_special_tokens=add_special_tokens)
+        if not tokens:
+            raise RequestError(
+                "prompt: it has no tokens, and this model has no start token. Send some text.",
+                param="prompt",
+            )
+        draft = _Draft(tokens=list(tokens), param="prompt")
+        bound, cut_to = self._room(draft, loaded, max_tokens, "max_tokens")
+        return Prompt(tokens=tokens, max_tokens=bound, cut_to=cut_to)
+
+    async def tokenize(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        loaded: Loaded,
+        *,
+        template_kwargs: Mapping[str, Any] = _NONE,
+        add_generation_prompt: bool = True,
+    ) -> tuple[int, ...]:
+        """The ids that `chat` would give, of any length; pictures are planned, never decoded."""
+        draft = await self._off_loop(
+            self._draft,
+            messages,
+            loaded,
+            template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return tuple(draft.tokens)
+
+    async def tokenize_text(
+        self, prompt: str | Sequence[int], loaded: Loaded, *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        """The ids of a raw prompt, of any length. Raises `RequestError` as `text` does."""
+        if isinstance(prompt, str):
+            start = self.tokenizer.start_ids if add_special_tokens else ()
+            self._check_bytes(prompt, loaded)
+            tokens = (*start, *await self._off_loop(self.tokenizer.encode_marked, prompt))
+        else:
+            tokens = tuple(prompt)
+        outside = next((id_ for id_ in tokens if not 0 <= id_ < loaded.vocab), None)
+        if outside is not None:
+            raise RequestError(
+                f"prompt: token id {outside} is not in 0 to {loaded.vocab - 1}.", param="prompt"
+            )
+        if not _vision_ids(loaded).isdisjoint(tokens):
+            raise RequestError(
+                "prompt: it has an image placeholder; pictures go to /v1/chat/completions.",
+                param="prompt",
+            )
+        return tokens
+
+    def answer_plan(
+        self,
+        prompt: Prompt,
+        *,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
+        split_reasoning: bool = True,
+    ) -> AnswerPlan:
+        """How the answer to a prompt is read; its `stop_ids` belong into the `Generate`.
+
+        Args:
+            prompt: of `chat` or `text`.
+            stop: strings that end the answer.
+            stop_token_ids: further ids that end it.
+            ignore_eos: whether end ids are tokens as others are.
+            min_tokens: until so many were generated nothing ends it.
+            split_reasoning: False for a raw prompt, whose answer is all text.
+        """
+        return AnswerPlan(
+            tokenizer=self.tokenizer,
+            prompt_tokens=len(prompt.tokens),
+            image_tokens=prompt.image_tokens,
+            reasoning=self._reasoning if split_reasoning else None,
+            starts_in_reasoning=prompt.starts_in_reasoning,
+            stop=tuple(stop),
+            end_ids=() if ignore_eos else self.end_ids,
+            stop_token_ids=tuple(stop_token_ids),
+            min_tokens=min_tokens,
+        )
+
+    def close(self) -> None:
+        """Take no more work; what runs ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._decoding.close()
+
+    async def _off_loop(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
+
+    def _draft(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        loaded: Loaded,
+        settings: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool,
+    ) -> _Draft:
+        """All of a prompt but the pixels: planned pictures, tokens, and where each picture is."""
+        parts: list[ImagePart] = []
+        shielded = [_shielded(m, i, self._template.shield, parts) for i, m in enumerate(messages)]
+        planned = _planned(parts, loaded, self._limits)
+        self._check_bytes("".join(_texts(messages)), loaded)
+        rendered = self._template.render(
+            shielded, add_generation_prompt=add_generation_prompt, settings=settings
+        )
+        marked = self.tokenizer.encode_marked(rendered, without=SHIELD)
+        return _expanded(marked, planned, loaded)
+
+    def _check_bytes(self, text: str, loaded: Loaded) -> None:
+        """Refuse what cannot fit whatever its tokens are: counting 60 MB would take a minute."""
+        size = len(text.encode("utf-8", "replace"))
+        least = size // self.tokenizer.longest
+        if size > COUNTED_BYTES and least > _limit(loaded):
+            raise PromptTooLong(
+                f"The prompt has {least} tokens or more, 0 of them of pictures, and this model's "
+                f"context is {_limit(loaded)}. Send a shorter one.",
+                param="messages",
+            )
+
+    def _room(
+        self, draft: _Draft, loaded: Loaded, asked: int | None, bound_name: str
+    ) -> tuple[int, int | None]:
+        """The bound on the answer, and the same where it was lowered (O62)."""
+        prompt, limit = len(draft.tokens), _limit(loaded)
+        left = limit - prompt
+        if left < 1:
+            raise PromptTooLong(
+                f"The prompt has {prompt} tokens, {draft.image_tokens} of them of pictures, and "
+                f"this model's context is {limit}, an answer of one token included. Remove "
+                f"{1 - left} tokens or more.",
+                param=draft.param,
+            )
+        if asked is None or asked <= left:
+            return left if asked is None else asked, None
+        if self._clamp:
+            return left, left
+        raise PromptTooLong(
+            f"{prompt} prompt tokens, {draft.image_tokens} of them of pictures, and "
+            f"{bound_name}={asked} are {asked - left} more than this model's context of {limit}. "
+            f"Use {bound_name}={left} or less, or a shorter prompt.",
+            param=bound_name,
+        )
+
+    def _ends_in_reasoning(self, tokens: Sequence[int]) -> bool:
+        return self._reasoning is not None and self._reasoning.open_at_end(tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """A prompt before its pixels: `places` are the first placeholders of the planned pictures."""
+
+    tokens: list[int]
+    planned: Sequence[PlannedPicture] = ()
+    places: Sequence[int] = ()
+    param: str = "messages"
+
+    @property
+    def image_tokens(self) -> int:
+        return sum(picture.tokens for picture in self.planned)
+
+
+def _limit(loaded: Loaded) -> int:
+    """Tokens of prompt and answer together: the context, or the whole pool where it is smaller."""
+    return min(loaded.context, loaded.pool_tokens)
+
+
+def _shielded(
+    message: Mapping[str, Any], index: int, shield: Shield, parts: list[ImagePart]
+) -> dict[str, Any]:
+    """One message for the template; its pictures are appended to `parts`."""
+    shielded: dict[str, Any] = {"role": message["role"]}
+    content = message.get("content")
+    if isinstance(content, list):
+        shielded["content"] = [
+            _part(part, f"messages[{index}].content[{j}]", shield, parts)
+            for j, part in enumerate(content)
+        ]
+    else:
+        shielded["content"] = shield.of(content or "")
+    for key in ("name", "tool_call_id"):
+        if message.get(key) is not None:
+            shielded[key] = shield.of(message[key])
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if thought is not None:
+        # under both names, since templates know one or the other (O46)
+        shielded["reasoning_content"] = shielded["reasoning"] = shield.of(thought)
+    if calls := message.get("tool_calls"):
+        shielded["tool_calls"] = [_call(call, shield) for call in calls]
+    return shielded
+
+
+def _part(
+    part: Mapping[str, Any], param: str, shield: Shield, parts: list[ImagePart]
+) -> dict[str, Any]:
+    if part["type"] == "text":
+        return {"type": "text", "text": shield.of(part["text"])}
+    url = part["image_url"]
+    parts.append(ImagePart(url["url"], url.get("detail"), param))
+    return {"type": "image"}  # the data is no business of the template
+
+
+def _call(call: Mapping[str, Any], shield: Shield) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "id": shield.of(call["id"]),
+        "type": "function",
+        "function": {
+            "name": shield.of(function["name"]),
+            "arguments": shield.deep(function["arguments"]),
+        },
+    }
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The texts that make up nearly all of a prompt."""
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            yield content
+        elif content:
+            yield from (part["text"] for part in content if part["type"] == "text")
+
+
+def _planned(parts: Sequence[ImagePart], loaded: Loaded, limits: Limits) -> list[PlannedPicture]:
+    if not parts:
+        return []
+    if loaded.patches is None or loaded.image_token is None:
+        raise RequestError(
+            f"{parts[0].param}: this model takes text only. Leave the pictures out.",
+            code="unsupported_modality",
+            param=parts[0].param,
+        )
+    return plan(parts, loaded.patches, limits)
+
+
+def _expanded(marked: Sequence[int], planned: Sequence[PlannedPicture], loaded: Loaded) -> _Draft:
+    """Repeat each placeholder once per image row. Raises `RequestFault` (rules 34 and 35)."""
+    tokens: list[int] = []
+    places: list[int] = []
+    for id_ in marked:
+        if id_ != loaded.image_token:
+            tokens.append(id_)
+            continue
+        places.append(len(tokens))
+        tokens += [id_] * (planned[len(places) - 1].tokens if len(places) <= len(planned) else 1)
+    if len(places) != len(planned):
+        raise RequestFault(
+            f"The prompt has {len(places)} places for pictures and the request {len(planned)} "
+            "pictures."
+        )
+    for id_ in _vision_ids(loaded) - {loaded.image_token}:
+        if (count := marked.count(id_)) not in (0, len(planned)):
+            raise RequestFault(
+                f"The prompt has {count} times the vision id {id_} for {len(planned)} pictures."
+            )
+    return _Draft(tokens=tokens, planned=planned, places=places)
+
+
+def _vision_ids(loaded: Loaded) -> frozenset[int]:
+    placeholder = () if loaded.image_token is None else (loaded.image_token,)
+    return frozenset((*loaded.vision_ids, *placeholder))
+
+
+def _placed(pictures: Sequence[CutPicture], draft: _Draft) -> tuple[Picture, ...]:
+    """Cut pictures at their places. Raises `RequestFault` when a run is not as long as planned."""
+    for picture, planned in zip(pictures, draft.planned, strict=True):
+        if picture.tokens != planned.tokens:
+            raise RequestFault(
+                f"{planned.param}: {planned.tokens} rows were planned and {picture.tokens} came."
+            )
+    return tuple(p.at(place) for p, place in zip(pictures, draft.places, strict=True))
