@@ -170,8 +170,10 @@ def _record_of(scope: Scope) -> RequestRecord:
     given = headers.get("x-request-id", "")
     raw: bytes = scope.get("raw_path") or scope["path"].encode("utf-8", "replace")
     retries = headers.get("x-stainless-retry-count", "")
+    taken = _REQUEST_ID.fullmatch(given) is not None
     return RequestRecord(
-        request_id=given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}",
+        request_id=given if taken else f"req_{secrets.token_hex(16)}",
+        id_given=taken,
         method=plain(scope["method"]),
         path=raw.partition(b"?")[0].decode("ascii", "backslashreplace")[:256],
         started=monotonic(),
@@ -188,16 +190,16 @@ def _complete_head(message: Message, record: RequestRecord) -> None:
     headers["x-request-id"] = record.request_id
     headers["openai-processing-ms"] = str(int((record.head_at - record.started) * 1000))
     if record.ignored and record.status == 200:
-        headers["x-ignored-params"] = ignored_header(record.ignored)
+        headers["x-ignored-params"] = ", ".join(listed(record.ignored))
     message["headers"] = headers.raw
 
 
-def ignored_header(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> list[str]:
     """Names of fields without effect: at most 10, at most 512 bytes, plain characters (O22)."""
-    plain_names = [name for name in names if _IGNORED_NAME.fullmatch(name)][:_IGNORED_NAMES]
-    while plain_names and len(", ".join(plain_names)) > _IGNORED_BYTES:
-        plain_names.pop()
-    return ", ".join(plain_names)
+    short = [name for name in names if _IGNORED_NAME.fullmatch(name)][:_IGNORED_NAMES]
+    while short and len(", ".join(short)) > _IGNORED_BYTES:
+        short.pop()
+    return short
 
 
 async def _send_error(told: ErrorAnswer, send: Send) -> None:

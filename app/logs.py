@@ -29,6 +29,7 @@ class RequestRecord:
     method: str
     path: str  # as sent, percent-encoded, without the query
     started: float
+    id_given: bool = False  # the client's header named the request
     endpoint: str = ""  # the route's path; empty for an unknown one
     key: str = ""
     client_request_id: str = ""
@@ -52,10 +53,10 @@ class RequestRecord:
     cancelled: bool = False
     ignored: list[str] = field(default_factory=list)
 
-    @property
-    def answered(self) -> bool:
-        """Whether tokens were generated for this request."""
-        return self.first_token_at is not None
+    def take_id(self, name: str | None) -> None:
+        """The field `request_id` names the request where no header did (O25)."""
+        if name is not None and not self.id_given:
+            self.request_id = name
 
 
 def configure(form: Literal["text", "json"], stream: TextIO | None = None) -> None:

@@ -30,21 +30,32 @@ _TIMES: Final = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
 )
 
-# Counters that the worker sends with each pong, by the name it uses: name -> help.
+# Counters of the worker: metric -> (the name in its pongs, help). What the worker does not count
+# has not happened there: the part is not built, or the worker is new.
 ENGINE_COUNTERS: Final = {
-    "preemptions_total": "Sequences that had to give their pages back.",
-    "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
-    "drafts_proposed_total": "Tokens that were drafted.",
-    "drafts_accepted_total": "Drafted tokens that were right.",
-    "drafter_errors_total": "Times that drafting failed and was left out.",
-    "non_finite_rows_total": "Rows of logits that were not finite.",
-    "replays_total": "Decode steps that ran as a captured graph.",
-    "captures_total": "Graphs that were captured.",
-    "cursor_reconciles_total": "Indexer cursors that were brought back in step.",
-    "steps_total": "Steps that the engine ran.",
+    "steps_total": ("steps_total", "Steps that the engine ran."),
+    "prompt_rows_total": ("prompt_rows_total", "Prompt rows that were computed."),
+    "wasted_rows_total": ("wasted_rows_total", "Rows whose results nobody wanted any more."),
+    "overlays_built_total": ("overlays_built_total", "Pictures through the vision tower."),
+    "request_faults_total": ("request_faults_total", "Requests that failed inside the worker."),
+    "out_of_memory_total": ("out_of_memory_total", "Times that a device had no room."),
+    "preemptions_total": ("preemptions_total", "Sequences that had to give their pages back."),
+    "non_finite_rows_total": ("bad_rows_total", "Rows of logits that were not finite."),
+    "prefix_cache_queries_total": ("prefix_cache_queries_total", "Tokens looked up for reuse."),
+    "prefix_cache_hits_total": ("prefix_cache_hits_total", "Tokens found for reuse."),
+    "drafts_proposed_total": ("drafts_proposed_total", "Tokens that were drafted."),
+    "drafts_accepted_total": ("drafts_accepted_total", "Drafted tokens that were right."),
+    "drafter_errors_total": ("drafter_errors_total", "Times that drafting was left out."),
+    "replays_total": ("replays_total", "Decode steps that ran as a captured graph."),
+    "captures_total": ("captures_total", "Graphs that were captured."),
+    "cursor_reconciles_total": ("cursor_reconciles_total", "Cursors brought back in step."),
 }
-_REFUSAL_PATHS: Final = ("eager", "replay", "admission")
+# path of `capacity_refusals_total` -> the worker's name
+_REFUSALS: Final = {
+    "eager": "capacity_refusals_eager_total",
+    "replay": "capacity_refusals_replay_total",
+    "admission": "capacity_refusals_total",
+}
 _PROBE_RESULTS: Final = ("ok", "miss")
 
 
@@ -183,18 +194,19 @@ def _of(pong: Pong) -> Iterable[Metric]:
 
 
 def _counters(counters: dict[str, float]) -> Iterable[Metric]:
-    for name, meaning in ENGINE_COUNTERS.items():
-        yield _count(name, meaning, counters.get(name, 0.0))
-    count, seconds = (counters.get(f"vision_encode_seconds_{n}", 0.0) for n in ("count", "sum"))
-    encode = HistogramMetricFamily(f"{PREFIX}_vision_encode_seconds", "In the vision tower.")
-    encode.add_metric([], buckets=[("+Inf", count)], sum_value=seconds)
-    yield encode
+    for metric, (name, meaning) in ENGINE_COUNTERS.items():
+        yield _count(metric, meaning, counters.get(name, 0.0))
+    if "vision_encode_seconds_sum" in counters:
+        count, seconds = (counters[f"vision_encode_seconds_{part}"] for part in ("count", "sum"))
+        encode = HistogramMetricFamily(f"{PREFIX}_vision_encode_seconds", "In the vision tower.")
+        encode.add_metric([], buckets=[("+Inf", count)], sum_value=seconds)
+        yield encode
     yield _gauge("graphs_live", "Captured graphs in use.", counters.get("graphs_live", 0.0))
     yield _counted(
         "capacity_refusals_total",
         "Refused for want of room.",
         "path",
-        {path: counters.get(f"capacity_refusals_{path}_total", 0.0) for path in _REFUSAL_PATHS},
+        {path: counters.get(name, 0.0) for path, name in _REFUSALS.items()},
     )
     yield _counted(
         "device_probe_total",

@@ -1,0 +1,52 @@
+"""The OpenAPI document: what the routes tell of themselves, and the bodies that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from app.schemas.chat import ChatChunk, ChatRequest
+from app.schemas.completions import CompletionChunk, CompletionRequest
+from app.schemas.tokens import DetokenizeRequest, TokenizeRequest
+
+_BODIES: Final[Sequence[type[BaseModel]]] = (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+_EVENTS: Final[Sequence[type[BaseModel]]] = (ChatChunk, CompletionChunk)
+_OPEN: Final = ("/health", "/health/live")
+_ABOUT: Final = (
+    "OpenAI-compatible inference for multimodal language models. Every answer carries "
+    '`x-request-id`; every error is `{"error": {message, type, param, code}}`.'
+)
+
+
+def document(app: FastAPI, version: str) -> dict[str, Any]:
+    """The whole document; the same for the same program, whatever model it serves."""
+    told = get_openapi(title="Stagelight", version=version, description=_ABOUT, routes=app.routes)
+    schemas = told["components"]["schemas"]
+    schemas |= _schemas(_BODIES, "validation") | _schemas(_EVENTS, "serialization")
+    told["components"]["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    for path, operations in told["paths"].items():
+        for operation in operations.values():
+            # an empty choice stands first: without a configured key none is needed
+            operation["security"] = [] if path in _OPEN else [{}, {"bearer": []}, {"apiKey": []}]
+    return told
+
+
+def _schemas(models: Sequence[type[BaseModel]], mode: Any) -> dict[str, Any]:
+    _, definitions = models_json_schema(
+        [(model, mode) for model in models], ref_template="#/components/schemas/{model}"
+    )
+    found: dict[str, Any] = definitions["$defs"]
+    return found
