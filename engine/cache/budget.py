@@ -2,7 +2,8 @@
 
 Two kinds of state: rows that grow with the text live in pages, states that do not live in slots.
 
-    a token of a latent layer    latent row, index key, index gate; one pooled key for P tokens
+    a token of a latent layer    latent row, index key, index gate, validity (one byte);
+                                 one pooled key for P tokens
     a sequence of a KDA layer    the delta-rule state, and the inputs the convolution still needs
 
 These are the only places where bytes are counted; the allocator takes exactly these (R2).
@@ -66,11 +67,12 @@ def pool_of(spec: ModelSpec) -> int:
 
 def page_bytes(layers: Iterable[LayerSpec], page_tokens: int) -> int:
     """Bytes of one page over these layers."""
-    floats = 0
+    floats = flags = 0
     for mixer in _latents(layers):
         index = mixer.indexer
         floats += page_tokens * (mixer.rank + 2 * index.dim) + page_tokens // index.pool * index.dim
-    return floats * FLOAT_BYTES
+        flags += page_tokens
+    return floats * FLOAT_BYTES + flags
 
 
 def slot_bytes(layers: Iterable[LayerSpec]) -> int:
