@@ -24,7 +24,10 @@ MAX_ASPECT: Final = 200
 WHITE: Final = (255, 255, 255)
 
 # What a decoder may raise over a bad file; anything else is our own bug.
-_DAMAGE = (OSError, SyntaxError, ValueError, TypeError, ArithmeticError, LookupError, struct.error)
+_DAMAGE = (
+    OSError, SyntaxError, ValueError, TypeError, ArithmeticError, LookupError, EOFError,
+    struct.error, zlib.error,
+)  # fmt: skip
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 _TURNS = {
@@ -99,7 +102,7 @@ def _damage_is_a_request_error(header: Header) -> Iterator[None]:
         raise OutOfMemory(
             f"no memory for a picture of {header.width} x {header.height} pixels."
         ) from full
-    except (*_DAMAGE, zlib.error) as cause:  # the library's words may quote the file: not passed on
+    except _DAMAGE as cause:  # the library's words may quote the file: not passed on
         raise damaged("is damaged or cut short") from cause
 
 
@@ -112,6 +115,8 @@ def _too_large(width: int, height: int, limit: int) -> RequestError:
 
 def _over_white(image: Image.Image, header: Header) -> Image.Image:
     """8-bit RGB; whatever is see-through, or outside a GIF's first frame, is white."""
+    if image.mode == "P" and image.palette is None:
+        raise damaged("needs a palette and has none")
     key = image.info.get("transparency")
     if image.mode in ("1", "L") and isinstance(key, int) and header.depth < 8:
         # The key is in stored levels, the pixels were spread over 0 to 255.

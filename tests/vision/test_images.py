@@ -178,6 +178,13 @@ def test_a_colour_declared_clear_is_white() -> None:
         assert tuple(seen[1, 7]) == (0, 0, 0)
 
 
+def test_a_palette_picture_without_a_palette_is_refused() -> None:
+    """O52: the library would stop at an assertion of its own."""
+    with pytest.raises(RequestError, match="palette") as refused:
+        see(raw_png(4, 4, 8, 3, bytes(16)))
+    assert refused.value.code == "invalid_image"
+
+
 def test_only_the_first_frame_of_an_animated_webp_is_seen() -> None:
     """O53."""
     frames = [Image.new("RGB", (20, 10), colour) for colour in ("red", "lime", "blue")]
