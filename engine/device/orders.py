@@ -74,5 +74,5 @@ class FaultBoard:
         if order.fault == "out_of_memory" or order.where == "alloc":
             return call == "allocate" and order.where in ("alloc", self._phase)
         if order.fault == "nan_image":
-            return self._phase == "tower"
+            return self._phase == "tower" and call != "allocate"  # a new buffer is written over
         return order.where == self._phase
