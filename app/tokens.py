@@ -65,34 +65,31 @@ class Tokenizer:
         """
         path = folder / FILE
         description = _read(path)
-        added = description.get("added_tokens") or []
-        vocab = (description.get("model") or {}).get("vocab")
-        if not isinstance(vocab, dict) or not vocab:
-            raise ModelError(
-                f"{path} has no vocabulary by name (model.vocab). Use the {FILE} of the checkpoint."
-            )
         if (decoder := _decoder_type(description)) != "ByteLevel":
             raise ModelError(
                 f"{path} has the decoder {decoder}; this server reads byte-level tokenizers. "
                 "Use a checkpoint whose decoder is ByteLevel."
             )
-        markers = {token["content"]: token["id"] for token in added if len(token["content"]) > 1}
-        ids = [*vocab.values(), *markers.values()]
-        if max(ids) >= rows:
-            raise ModelError(
-                f"{path} goes up to id {max(ids)} and the model's embedding has {rows} rows: they "
-                "belong to different models. Use the tokenizer.json of this checkpoint."
-            )
         try:
+            vocab: dict[str, int] = dict(description["model"]["vocab"])
+            added = [(t["content"], t["id"], t["special"]) for t in description["added_tokens"]]
+            # One character cannot be guarded against being typed; as text it is the same token.
+            markers: dict[str, int] = {text: id_ for text, id_, _ in added if len(text) > 1}
+            highest = max([*vocab.values(), *markers.values()])
             encoder = Encoder.from_str(json.dumps(_without_markers(description, markers)))
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
             raise ModelError(
                 f"{path} cannot be read: {_one_line(error)}. Use the file of the checkpoint."
             ) from None
+        if highest >= rows:
+            raise ModelError(
+                f"{path} goes up to id {highest} and the model's embedding has {rows} rows: they "
+                "belong to different models. Use the tokenizer.json of this checkpoint."
+            )
         return cls(
             encoder,
             markers=markers,
-            special={token["id"] for token in added if token.get("special")},
+            special={id_ for _, id_, special in added if special},
             pieces=_pieces(vocab, markers),
         )
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
+from app.chat.conversation import Conversation, Messages, texts
 from app.chat.defaults import Checkpoint, Defaults, read_checkpoint
-from app.chat.media import CutPicture, DecodePool, ImagePart, PlannedPicture, decode, plan
+from app.chat.media import DecodePool, ImagePart, PlannedPicture, decode, plan
+from app.chat.placeholders import Draft, expanded, placed, vision_ids
 from app.chat.reasoning import ReasoningMarkers
-from app.chat.shield import SHIELD, Shield
+from app.chat.shield import SHIELD
 from app.chat.stream import AnswerPlan
 from app.chat.template import ChatTemplate
 from app.config import Limits
 from app.tokens import FILE as TOKENIZER_FILE
 from app.tokens import Tokenizer
-from engine.errors import ModelError, RequestError, RequestFault
+from engine.errors import ModelError, RequestError
 from engine.messages import Loaded, Picture
 
 P = ParamSpec("P")
@@ -125,7 +127,7 @@ class Prompter:
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         loaded: Loaded,
         *,
         template_kwargs: Mapping[str, Any] = _NONE,
@@ -158,7 +160,7 @@ class Prompter:
         pictures = await decode(draft.planned, self._decoding) if draft.planned else []
         return Prompt(
             tokens=tuple(draft.tokens),
-            pictures=_placed(pictures, draft),
+            pictures=placed(pictures, draft),
             image_tokens=draft.image_tokens,
             max_tokens=bound,
             cut_to=cut_to,
@@ -185,13 +187,13 @@ class Prompter:
                 "prompt: it has no tokens, and this model has no start token. Send some text.",
                 param="prompt",
             )
-        draft = _Draft(tokens=list(tokens), param="prompt")
+        draft = Draft(tokens=list(tokens), param="prompt")
         bound, cut_to = self._room(draft, loaded, max_tokens, "max_tokens")
         return Prompt(tokens=tokens, max_tokens=bound, cut_to=cut_to)
 
     async def tokenize(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         loaded: Loaded,
         *,
         template_kwargs: Mapping[str, Any] = _NONE,
@@ -213,7 +215,7 @@ class Prompter:
         """The ids of a raw prompt, of any length. Raises `RequestError` as `text` does."""
         if isinstance(prompt, str):
             start = self.tokenizer.start_ids if add_special_tokens else ()
-            self._check_bytes(prompt, loaded)
+            self._check_bytes(prompt, loaded, param="prompt")
             tokens = (*start, *await self._off_loop(self.tokenizer.encode_marked, prompt))
         else:
             tokens = tuple(prompt)
@@ -222,7 +224,7 @@ class Prompter:
             raise RequestError(
                 f"prompt: token id {outside} is not in 0 to {loaded.vocab - 1}.", param="prompt"
             )
-        if not _vision_ids(loaded).isdisjoint(tokens):
+        if not vision_ids(loaded).isdisjoint(tokens):
             raise RequestError(
                 "prompt: it has an image placeholder; pictures go to /v1/chat/completions.",
                 param="prompt",
@@ -272,36 +274,48 @@ class Prompter:
 
     def _draft(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         loaded: Loaded,
         settings: Mapping[str, Any],
         *,
         add_generation_prompt: bool,
-    ) -> _Draft:
+    ) -> Draft:
         """All of a prompt but the pixels: planned pictures, tokens, and where each picture is."""
-        parts: list[ImagePart] = []
-        shielded = [_shielded(m, i, self._template.shield, parts) for i, m in enumerate(messages)]
-        planned = _planned(parts, loaded, self._limits)
-        self._check_bytes("".join(_texts(messages)), loaded)
+        conversation = Conversation.of(messages, self._template.shield)
+        planned = _planned(conversation.images, loaded, self._limits)
+        self._check_bytes(
+            "".join(texts(messages)),
+            loaded,
+            param="messages",
+            image_tokens=sum(picture.tokens for picture in planned),
+        )
         rendered = self._template.render(
-            shielded, add_generation_prompt=add_generation_prompt, settings=settings
+            conversation.messages, add_generation_prompt=add_generation_prompt, settings=settings
         )
         marked = self.tokenizer.encode_marked(rendered, without=SHIELD)
-        return _expanded(marked, planned, loaded)
+        places = marked.count(loaded.image_token) if loaded.image_token is not None else 0
+        if places < len(planned) and conversation.tool_images:
+            raise RequestError(
+                f"{conversation.tool_images[0]}: this model's template has no place for pictures "
+                "in tool messages. Send it in a user message.",
+                code="unsupported_modality",
+                param=conversation.tool_images[0],
+            )
+        return expanded(marked, planned, loaded)
 
-    def _check_bytes(self, text: str, loaded: Loaded) -> None:
+    def _check_bytes(self, text: str, loaded: Loaded, *, param: str, image_tokens: int = 0) -> None:
         """Refuse what cannot fit whatever its tokens are: counting 60 MB would take a minute."""
         size = len(text.encode("utf-8", "replace"))
-        least = size // self.tokenizer.longest
+        least = size // self.tokenizer.longest + image_tokens
         if size > COUNTED_BYTES and least > _limit(loaded):
             raise PromptTooLong(
-                f"The prompt has {least} tokens or more, 0 of them of pictures, and this model's "
-                f"context is {_limit(loaded)}. Send a shorter one.",
-                param="messages",
+                f"The prompt has {least} tokens or more, {image_tokens} of them of pictures, and "
+                f"this model's context is {_limit(loaded)}. Send a shorter one.",
+                param=param,
             )
 
     def _room(
-        self, draft: _Draft, loaded: Loaded, asked: int | None, bound_name: str
+        self, draft: Draft, loaded: Loaded, asked: int | None, bound_name: str
     ) -> tuple[int, int | None]:
         """The bound on the answer, and the same where it was lowered (O62)."""
         prompt, limit = len(draft.tokens), _limit(loaded)
@@ -328,80 +342,9 @@ class Prompter:
         return self._reasoning is not None and self._reasoning.open_at_end(tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
-    """A prompt before its pixels: `places` are the first placeholders of the planned pictures."""
-
-    tokens: list[int]
-    planned: Sequence[PlannedPicture] = ()
-    places: Sequence[int] = ()
-    param: str = "messages"
-
-    @property
-    def image_tokens(self) -> int:
-        return sum(picture.tokens for picture in self.planned)
-
-
 def _limit(loaded: Loaded) -> int:
     """Tokens of prompt and answer together: the context, or the whole pool where it is smaller."""
     return min(loaded.context, loaded.pool_tokens)
-
-
-def _shielded(
-    message: Mapping[str, Any], index: int, shield: Shield, parts: list[ImagePart]
-) -> dict[str, Any]:
-    """One message for the template; its pictures are appended to `parts`."""
-    shielded: dict[str, Any] = {"role": message["role"]}
-    content = message.get("content")
-    if isinstance(content, list):
-        shielded["content"] = [
-            _part(part, f"messages[{index}].content[{j}]", shield, parts)
-            for j, part in enumerate(content)
-        ]
-    else:
-        shielded["content"] = shield.of(content or "")
-    for key in ("name", "tool_call_id"):
-        if message.get(key) is not None:
-            shielded[key] = shield.of(message[key])
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    if thought is not None:
-        # under both names, since templates know one or the other (O46)
-        shielded["reasoning_content"] = shielded["reasoning"] = shield.of(thought)
-    if calls := message.get("tool_calls"):
-        shielded["tool_calls"] = [_call(call, shield) for call in calls]
-    return shielded
-
-
-def _part(
-    part: Mapping[str, Any], param: str, shield: Shield, parts: list[ImagePart]
-) -> dict[str, Any]:
-    if part["type"] == "text":
-        return {"type": "text", "text": shield.of(part["text"])}
-    url = part["image_url"]
-    parts.append(ImagePart(url["url"], url.get("detail"), param))
-    return {"type": "image"}  # the data is no business of the template
-
-
-def _call(call: Mapping[str, Any], shield: Shield) -> dict[str, Any]:
-    function = call["function"]
-    return {
-        "id": shield.of(call["id"]),
-        "type": "function",
-        "function": {
-            "name": shield.of(function["name"]),
-            "arguments": shield.deep(function["arguments"]),
-        },
-    }
-
-
-def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The texts that make up nearly all of a prompt."""
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, str):
-            yield content
-        elif content:
-            yield from (part["text"] for part in content if part["type"] == "text")
 
 
 def _planned(parts: Sequence[ImagePart], loaded: Loaded, limits: Limits) -> list[PlannedPicture]:
@@ -414,41 +357,3 @@ def _planned(parts: Sequence[ImagePart], loaded: Loaded, limits: Limits) -> list
             param=parts[0].param,
         )
     return plan(parts, loaded.patches, limits)
-
-
-def _expanded(marked: Sequence[int], planned: Sequence[PlannedPicture], loaded: Loaded) -> _Draft:
-    """Repeat each placeholder once per image row. Raises `RequestFault` (rules 34 and 35)."""
-    tokens: list[int] = []
-    places: list[int] = []
-    for id_ in marked:
-        if id_ != loaded.image_token:
-            tokens.append(id_)
-            continue
-        places.append(len(tokens))
-        tokens += [id_] * (planned[len(places) - 1].tokens if len(places) <= len(planned) else 1)
-    if len(places) != len(planned):
-        raise RequestFault(
-            f"The prompt has {len(places)} places for pictures and the request {len(planned)} "
-            "pictures."
-        )
-    for id_ in _vision_ids(loaded) - {loaded.image_token}:
-        if (count := marked.count(id_)) not in (0, len(planned)):
-            raise RequestFault(
-                f"The prompt has {count} times the vision id {id_} for {len(planned)} pictures."
-            )
-    return _Draft(tokens=tokens, planned=planned, places=places)
-
-
-def _vision_ids(loaded: Loaded) -> frozenset[int]:
-    placeholder = () if loaded.image_token is None else (loaded.image_token,)
-    return frozenset((*loaded.vision_ids, *placeholder))
-
-
-def _placed(pictures: Sequence[CutPicture], draft: _Draft) -> tuple[Picture, ...]:
-    """Cut pictures at their places. Raises `RequestFault` when a run is not as long as planned."""
-    for picture, planned in zip(pictures, draft.planned, strict=True):
-        if picture.tokens != planned.tokens:
-            raise RequestFault(
-                f"{planned.param}: {planned.tokens} rows were planned and {picture.tokens} came."
-            )
-    return tuple(p.at(place) for p, place in zip(pictures, draft.places, strict=True))
