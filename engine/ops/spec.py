@@ -30,7 +30,7 @@ class Segment(NamedTuple):
     """One sequence's part of a step, as host numbers."""
 
     first: int  # its first row in the step
-    count: int  # its rows
+    length: int  # its rows
     context: int  # its rows computed before this step
     slot: int
 
@@ -158,7 +158,7 @@ class Ops(Protocol):
         """x W^T + bias. Shapes: x (rows, ins) · result (rows, outs). Sums in f32."""
 
     def head_linear(self, x: Array, w: Packed) -> Array:
-        """Each head by its own matrix. Shapes: x (rows, heads, ins) · result (rows, heads, outs)."""
+        """Each head by its own matrix: x (rows, heads, ins) -> (rows, heads, outs)."""
 
     # -- pointwise ----------------------------------------------------------------------------
 

@@ -1,0 +1,181 @@
+"""plain NumPy: route and grouped matmul."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.device.device import Array
+from engine.errors import ShapeMismatch
+from engine.ops.reference.pointwise import gated, sigmoid, swiglu
+
+DENSE_ROWS = 24  # up to so many rows all experts in one matmul beat one matmul an expert
+DENSE_EXPERTS = 16  # above, the few experts that are hit are a small share of all
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts of one width; the shared one is cut into `shared` pieces that every row chooses.
+
+    Shapes, E experts with the pieces last: gate_up (E, ins, 2*inner) · down (E*inner, ins)
+            together (ins, 2*E*inner): all gates, then all ups; None where it does not pay
+    """
+
+    gate_up: Array
+    down: Array
+    together: Array | None
+    shared: int
+
+    @property
+    def inner(self) -> int:
+        return self.gate_up.shape[2] // 2
+
+
+def pack_experts(
+    gate_up: npt.NDArray[np.float32],
+    down: npt.NDArray[np.float32],
+    shared_gate_up: npt.NDArray[np.float32],
+    shared_down: npt.NDArray[np.float32],
+) -> Experts:
+    count, width, ins = gate_up.shape
+    inner = width // 2
+    pieces = shared_gate_up.shape[0] // width
+    if shared_gate_up.shape != (pieces * width, ins) or down.shape != (count, ins, inner):
+        raise ShapeMismatch(
+            f"shared expert {shared_gate_up.shape} and down {down.shape} do not fit experts of "
+            f"{gate_up.shape}; its width must be a multiple of {inner}."
+        )
+    # (2, pieces, inner, ins): a piece is some of the gate rows and the same of the up rows
+    cut = shared_gate_up.reshape(2, pieces, inner, ins).transpose(1, 0, 2, 3)
+    gate_up = np.concatenate([gate_up, cut.reshape(pieces, width, ins)])
+    cut_down = shared_down.reshape(ins, pieces, inner).transpose(1, 2, 0)
+    down_in = np.concatenate([down.transpose(0, 2, 1), cut_down]).reshape(-1, ins)
+    together = None
+    if count <= DENSE_EXPERTS:
+        halves = gate_up.reshape(-1, 2, inner, ins).transpose(3, 1, 0, 2)
+        together = np.ascontiguousarray(halves.reshape(ins, -1))
+    return Experts(
+        gate_up=np.ascontiguousarray(gate_up.transpose(0, 2, 1)),
+        down=np.ascontiguousarray(down_in),
+        together=together,
+        shared=pieces,
+    )
+
+
+def route(
+    logits: Array,
+    bias: Array,
+    *,
+    active: int,
+    scale: float,
+    normalise: bool,
+    groups: int,
+    top_groups: int,
+) -> tuple[Array, Array]:
+    rows, experts = logits.shape
+    if bias.shape != (experts,) or experts % groups:
+        raise ShapeMismatch(f"bias {bias.shape} or {groups} groups do not fit {experts} experts.")
+    scores = sigmoid(logits)
+    biased = scores + bias
+    if top_groups < groups:
+        biased = _keep_groups(biased, groups, top_groups)
+    every = np.arange(rows)
+    ids = np.empty((rows, active), np.int32)
+    for rank in range(active):  # argmax takes the lowest of equals; `active` is small
+        best = biased.argmax(axis=1)
+        ids[:, rank] = best
+        biased[every, best] = -np.inf
+    weights = scores[every[:, None], ids]
+    if normalise:
+        weights /= np.add.reduce(weights, axis=1, keepdims=True) + 1e-20
+    weights *= scale
+    return ids, weights
+
+
+def _keep_groups(biased: Array, groups: int, top_groups: int) -> Array:
+    """Only experts of the best groups stay; a group's score is the sum of its two best experts."""
+    grouped = biased.reshape(len(biased), groups, -1)
+    best_two = np.sort(grouped, axis=2)[:, :, -2:]
+    score = np.add.reduce(best_two, axis=2)
+    order = np.argsort(-score, axis=1, kind="stable")
+    kept = np.full(score.shape, -np.inf, np.float32)
+    np.put_along_axis(kept, order[:, :top_groups], 0.0, axis=1)
+    return (grouped + kept[:, :, None]).reshape(biased.shape)
+
+
+def experts(x: Array, chosen: Array, weights: Array, w: Experts, limit: float | None) -> Array:
+    if chosen.shape != weights.shape or len(chosen) != len(x) or x.shape[1] != w.gate_up.shape[1]:
+        raise ShapeMismatch(
+            f"x {x.shape}, chosen {chosen.shape} and weights {weights.shape} do not fit."
+        )
+    if len(x) == 1:
+        return _one_row(x[0], chosen[0].tolist(), weights[0], w, limit)
+    if w.together is not None and len(x) <= DENSE_ROWS:
+        return _all_experts(x, chosen, weights, w, w.together, limit)
+    return _sorted_rows(x, chosen, weights, w, limit)
+
+
+def _one_row(x: Array, chosen: list[int], weights: Array, w: Experts, limit: float | None) -> Array:
+    """The chosen experts one by one: nothing but their weights is read."""
+    count, inner = len(w.gate_up), w.inner
+    hit = [*chosen, *range(count - w.shared, count)]
+    gate_up = np.empty((len(hit), 2 * inner), np.float32)
+    for row, expert in enumerate(hit):
+        np.dot(x, w.gate_up[expert], gate_up[row])
+    act = swiglu(gate_up, limit)
+    act[: len(chosen)] *= weights[:, None]
+    out = np.dot(act[0], w.down[hit[0] * inner : (hit[0] + 1) * inner])
+    for row in range(1, len(hit)):
+        out += np.dot(act[row], w.down[hit[row] * inner : (hit[row] + 1) * inner])
+    return out[None]
+
+
+def _all_experts(
+    x: Array, chosen: Array, weights: Array, w: Experts, together: Array, limit: float | None
+) -> Array:
+    """All experts in one matmul; those that a row did not choose get weight 0."""
+    rows, count = len(x), len(w.gate_up)
+    gate_up = np.dot(x, together)
+    act = gated(gate_up[:, : count * w.inner], gate_up[:, count * w.inner :], limit)
+    share = np.zeros((rows, count), np.float32)
+    share[:, count - w.shared :] = 1.0
+    share[np.arange(rows)[:, None], chosen] = weights
+    act.reshape(rows, count, w.inner)[:] *= share[:, :, None]
+    return np.dot(act, w.down)
+
+
+def _sorted_rows(x: Array, chosen: Array, weights: Array, w: Experts, limit: float | None) -> Array:
+    """Rows in order of their expert: one matmul for each expert that was hit."""
+    rows, active = chosen.shape
+    count, inner = len(w.gate_up), w.inner
+    routed = count - w.shared
+    flat = chosen.ravel()
+    order = np.argsort(flat, kind="stable")
+    ends = np.cumsum(np.bincount(flat, minlength=routed)).tolist()
+    wanted = x[order // active]
+
+    gate_up = np.empty((len(order) + w.shared * rows, 2 * inner), np.float32)
+    spans = [(e, first, end) for e, (first, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    spans = [span for span in spans if span[1] < span[2]]
+    for expert, first, end in spans:
+        np.dot(wanted[first:end], w.gate_up[expert], gate_up[first:end])
+    for piece in range(w.shared):
+        first = len(order) + piece * rows
+        np.dot(x, w.gate_up[routed + piece], gate_up[first : first + rows])
+
+    act = swiglu(gate_up, limit)
+    act[: len(order)] *= weights.ravel()[order][:, None]
+    routed_out = np.empty((len(order), x.shape[1]), np.float32)
+    for expert, first, end in spans:
+        down = w.down[expert * inner : (expert + 1) * inner]
+        np.dot(act[first:end], down, routed_out[first:end])
+
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    out = np.add.reduce(routed_out[back].reshape(rows, active, -1), axis=1)
+    for piece in range(w.shared):
+        first = len(order) + piece * rows
+        out += np.dot(act[first : first + rows], w.down[(routed + piece) * inner :][:inner])
+    return out
