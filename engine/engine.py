@@ -23,7 +23,7 @@ from engine.messages import (
     Token,
 )
 from engine.models.overlay import Overlay, OverlayBuilder
-from engine.pipeline.pipeline import StepRunner
+from engine.pipeline.runner import StepRunner
 from engine.scheduler.plan import StepPlan, StepResult
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Scheduler, sentence
@@ -263,10 +263,10 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - rule 88: the judge decides what any error means
             self._step_failed(flight, error)
             return
-        self._scheduler.commit(result)
+        errors = self._scheduler.commit(result)
         self._counters["steps_total"] += 1
         self.progress_at = self._clock()
-        self._count_bad_rows(result)
+        self._count_bad_rows(result, sum(isinstance(error, NotFinite) for error in errors))
 
     def _no_memory(self, flight: Flight, error: Exception) -> None:
         """No room is never a lost stage: the step's requests go back to the queue (rule 89)."""
@@ -285,9 +285,8 @@ class Engine:
             raise self._judge.lost() from error
         self._counters["request_faults_total"] += len(requests)
 
-    def _count_bad_rows(self, result: StepResult) -> None:
+    def _count_bad_rows(self, result: StepResult, bad: int) -> None:
         """Three steps in a row with rows that are not finite are the worker's fault (O86)."""
-        bad = sum(isinstance(error, NotFinite) for error in result.failed.values())
         if bad:
             self._bad_steps += 1
             self._counters["bad_rows_total"] += bad

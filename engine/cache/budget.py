@@ -70,7 +70,8 @@ def page_bytes(layers: Iterable[LayerSpec], page_tokens: int) -> int:
     floats = flags = 0
     for mixer in _latents(layers):
         index = mixer.indexer
-        floats += page_tokens * (mixer.rank + 2 * index.dim) + page_tokens // index.pool * index.dim
+        pools = page_tokens // max(index.pool, 1)
+        floats += page_tokens * (mixer.rank + 2 * index.dim) + pools * index.dim
         flags += page_tokens
     return floats * FLOAT_BYTES + flags
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
-from engine.cache.budget import CachePlan
-from engine.device.device import Array, Device
+from engine.device.device import Array
 from engine.errors import ConfigRefused, NotFinite, ServerError
 from engine.messages import RequestId
 from engine.models.overlay import Overlay
@@ -18,26 +16,8 @@ from engine.sampling.sampler import Sampler
 from engine.scheduler.plan import Drawn, StepPlan, StepResult
 
 
-class StepRunner(Protocol):
-    """What the engine loop needs of a pipeline."""
-
-    caches: CachePlan
-    devices: tuple[Device, ...]  # of the stages, in order
-    steps_in_flight: int  # steps that may be submitted before the first one's result is asked for
-    wrote: bool  # whether the last step that raised may have changed a sequence's state
-
-    def submit(self, plan: StepPlan, overlays: Mapping[RequestId, Overlay]) -> None:
-        """Queue one step. What a device or our own code raises comes out as it is."""
-
-    def result(self, number: int) -> StepResult:
-        """What came of step `number`, the oldest one on its way; waits for it."""
-
-    def release(self, slot: int) -> None:
-        """Forget a slot's sequence; no step on its way uses it. Host bookkeeping only."""
-
-
 class Pipeline:
-    """Runs each step through the stages; on the CPU at once, so that `result` only hands it out."""
+    """A `StepRunner` that runs each step at once, as a CPU does; `result` only hands it out."""
 
     steps_in_flight = 1
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from engine.cache.budget import CachePlan
 from engine.device.device import Array, Device
 from engine.models.batch import Batch
-from engine.models.forward import enter, leave, run_layers
+from engine.models.forward import ModelWeights, enter, leave, run_layers
 from engine.models.state import make_states
 from engine.ops.spec import Ops
 from engine.spec import ModelSpec
@@ -31,7 +29,7 @@ class Stage:
         device: Device,
         ops: Ops,
         spec: ModelSpec,
-        weights: Any,
+        weights: ModelWeights,
         caches: CachePlan,
     ) -> None:
         self.layers = layers

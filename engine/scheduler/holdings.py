@@ -34,11 +34,11 @@ class Holdings:
         self._leaving: list[Leaving] = []
         self._freed: list[SlotId] = []
 
-    def room(self) -> Room:
-        """What is free at this moment."""
+    def room(self, owed_pages: int = 0) -> Room:
+        """What is free at this moment, but for pages that running requests need now."""
         return Room(
             slots_free=self.slots.free,
-            pages_free=self.pages.free,
+            pages_free=self.pages.free - owed_pages,
             pages_total=self.pages.total,
             page_tokens=self._page_tokens,
         )

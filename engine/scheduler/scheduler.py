@@ -14,7 +14,7 @@ from collections.abc import Callable
 from engine.cache.budget import CachePlan
 from engine.cache.pages import PagePool, SlotId, SlotPool
 from engine.config import EngineConfig
-from engine.errors import RequestFault
+from engine.errors import RequestFault, ServerError
 from engine.messages import Event, Failed, Finished, Generate, RequestId, Token
 from engine.scheduler import request as phases
 from engine.scheduler.admission import Obstacle, obstacle, refusal
@@ -137,13 +137,17 @@ class Scheduler:
     def admit(self) -> None:
         """Give slots and pages to waiting requests, by arrival, nobody overtaking (R74)."""
         self.waits_for = None
+        if not self._queue:
+            return
+        # Who runs comes first: a page that it sat a step out for is not given to the queue.
+        owed = sum(1 for seat in ready(self._running)[0] if not self._holdings.fits(seat.running))
         at = 0
         while at < len(self._queue):
             request = self._queue[at]
             if request.paused:
                 at += 1
                 continue
-            self.waits_for = obstacle(request, self._holdings.room())
+            self.waits_for = obstacle(request, self._holdings.room(owed))
             if self.waits_for:
                 return
             now = self._clock()
@@ -194,16 +198,22 @@ class Scheduler:
         self._flights[self._number] = seats
         return StepPlan(number=self._number, work=tuple(work))
 
-    def commit(self, result: StepResult) -> None:
-        """Take in what came of the oldest step on its way."""
+    def commit(self, result: StepResult) -> list[ServerError]:
+        """Take in what came of the oldest step on its way.
+
+        Returns: the errors that ended a request; those of wasted rows are not among them.
+        """
+        errors = []
         for request, running in self._flights.pop(result.number):
             if request.phase is not running:
                 self.counters["wasted_rows_total"] += 1
             elif request.id in result.failed:
-                self.fail(request, "internal_error", sentence(result.failed[request.id]))
+                errors.append(error := result.failed[request.id])
+                self.fail(request, "internal_error", sentence(error))
             elif drawn := result.drawn.get(request.id):
                 self._commit_token(request, running, drawn.id, drawn.logprob)
         self._let_go()
+        return errors
 
     def fail_step(self, number: int) -> None:
         """End every request of a step that failed as a whole (rule 90)."""
