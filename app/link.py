@@ -8,6 +8,7 @@ This costs a fraction of what awaiting each frame does, and one frame holds all 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
 import zmq
@@ -24,6 +25,7 @@ class Link:
     def __init__(self, address: str, on_frame: Callable[[bytes], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_frame = on_frame
+        self._unsent: deque[bytes] = deque()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         # no limit here: the client counts admitted requests (O63) and pauses slow ones (O85)
         self._socket.set(zmq.SNDHWM, 0)
@@ -31,19 +33,16 @@ class Link:
         self._socket.set(zmq.LINGER, 0)  # what a dead worker did not read is nobody's
         self._socket.bind(address)
         self._news = int(self._socket.get(zmq.FD))
-        self._loop.add_reader(self._news, self.read)
+        self._loop.add_reader(self._news, self._on_news)
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame; False when no worker is connected, and it went nowhere."""
+        """Queue a frame, if need be until the worker connects; False when this end is closed."""
         if self._socket.closed:
             return False
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        finally:
-            if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
-                self._loop.call_soon(self.read)
+        self._unsent.append(frame)
+        self._write()
+        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self._on_news)
         return True
 
     def read(self) -> None:
@@ -54,6 +53,19 @@ class Link:
             except zmq.Again:
                 return
             self._on_frame(frame)
+
+    def _on_news(self) -> None:
+        self.read()
+        if self._unsent and not self._socket.closed:
+            self._write()
+
+    def _write(self) -> None:
+        while self._unsent:
+            try:
+                self._socket.send(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return  # nobody is connected yet: the descriptor tells when
+            self._unsent.popleft()
 
     def close(self) -> None:
         """Stop listening; closing twice does nothing."""

@@ -45,6 +45,8 @@ HUNG: Final = 71
 BAD_LOAD: Final = 1
 WORKER: Final = (sys.executable, "-m", "app.worker")
 
+ORDER_S: Final = 1.0  # for a worker to take an order to fail
+
 # `faulted` and `hung` last at least so long, with the worker killed at once: a probe that comes by
 # ten times a second must be able to see why (R91); the contract allows 1 s.
 VISIBLE_S: Final = 0.2
@@ -105,6 +107,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._lost_at = 0.0
         self._pings = 0
+        self._heard: dict[int, asyncio.Future[None]] = {}  # pings that an order waits for
 
     async def start(self) -> None:
         """Start the first worker; returns when its process runs, long before it serves."""
@@ -113,7 +116,7 @@ class Supervisor:
         self._task.add_done_callback(self._on_end)
 
     async def inject(self, order: Inject) -> None:
-        """Order a fault of the worker (rule 120).
+        """Order a fault of the worker (rule 120); returns when the worker has the order.
 
         Raises:
             RequestError: fault injection is off.
@@ -121,9 +124,14 @@ class Supervisor:
         """
         if not self._config.fault_injection:
             raise RequestError("Faults can be ordered only with --fault-injection on.")
-        refusal = StateRefused("recovering", self._health.retry_after_s)
-        if self._life is None or not self._life.process.send(order):
-            raise refusal
+        life = self._life
+        if life is None or not life.process.send(order):
+            raise StateRefused("recovering", self._health.retry_after_s)
+        self._ping(life)  # answered behind the order, unless that was to die or to hang at once
+        number = self._pings
+        heard = self._heard[number] = asyncio.get_running_loop().create_future()
+        await asyncio.wait({heard, life.process.gone}, timeout=ORDER_S)
+        self._heard.pop(number, None)
 
     async def drain_and_stop(self) -> None:
         """Refuse new requests, let the running ones finish within the limit, end the worker."""
@@ -206,8 +214,7 @@ class Supervisor:
             if life.fault is not None or life.hung:
                 await process.reaped()
                 break
-            self._pings += 1
-            process.send(Ping(self._pings))
+            self._ping(life)
             self._judge(life)
         status = process.gone.result()
         if life.fault is None and not life.hung and status >= 0:
@@ -218,6 +225,10 @@ class Supervisor:
             life.failed = LoadFailed(f"the worker ended with status {status}", BAD_LOAD)
         else:
             self._lose(life, Fault("worker_died", status, call="", device="", stage=-1))
+
+    def _ping(self, life: _Life) -> None:
+        self._pings += 1
+        life.process.send(Ping(self._pings))
 
     def _may_go_on(self, life: _Life) -> bool:
         """Whether another worker may follow; else the reason is written down."""
@@ -266,6 +277,8 @@ class Supervisor:
         match notice:
             case Pong():
                 self._health.heard(notice)
+                if notice.n in self._heard:
+                    self._heard.pop(notice.n).set_result(None)
                 self._show(life.process)
                 life.progress_at = monotonic() - notice.progress_age_s
                 oldest = max(notice.stages, key=lambda s: s.last_result_age_s, default=None)
