@@ -359,9 +359,16 @@ def worker_environment(threads: int) -> dict[str, str]:
     """The environment of a worker: this process's, with the BLAS threads set before the import."""
     count = str(threads)
     names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-    return {**os.environ, **dict.fromkeys(names, count)}
+    return {**os.environ, **_our_path(), **dict.fromkeys(names, count)}
 
 
 def plain_environment() -> dict[str, str]:
     """This process's environment without our settings, for a server that a command starts."""
-    return {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
+    return {**kept, **_our_path()}
+
+
+def _our_path() -> dict[str, str]:
+    """Where a new interpreter finds this package first, whatever its working directory holds."""
+    root, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from http.client import HTTPConnection, HTTPException
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -45,10 +44,6 @@ class LocalServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self.ready_s = 0.0  # from the start of the process to the first 200 of /health
         self.exit_code: int | None = None
-        root = str(Path(__file__).parents[1])
-        environment = plain_environment()
-        path = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{root}:{path}" if path else root
         place = ("--host", "127.0.0.1", "--port", str(self.port))
         # -P: a folder `app` in the working directory is not ours.
         command = (sys.executable, "-P", "-m", "app", "serve", model, *place, *flags)
@@ -57,7 +52,7 @@ class LocalServer:
         )
         self._started_s = time.monotonic()
         self._process = subprocess.Popen(
-            command, env=environment, stdout=self._log, stderr=subprocess.STDOUT
+            command, env=plain_environment(), stdout=self._log, stderr=subprocess.STDOUT
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -382,6 +383,7 @@ def test_a_worker_starts_with_its_blas_threads_set(monkeypatch: pytest.MonkeyPat
 
     assert environment["OPENBLAS_NUM_THREADS"] == environment["OMP_NUM_THREADS"] == "2"
     assert environment["SOMETHING_ELSE"] == "kept"
+    assert (Path(environment["PYTHONPATH"].split(os.pathsep)[0]) / "app" / "worker.py").is_file()
 
 
 def test_a_server_started_by_a_command_gets_none_of_our_settings(
