@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,7 @@ def test_a_promise_of_a_gpu_is_kept_or_the_run_is_red(
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
 
     if gpu_count() >= wanted:
