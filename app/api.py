@@ -26,13 +26,14 @@ def build_app(services: Services) -> FastAPI:
     app.state.services = services
     app.state.keys = keys
     app.state.identity = Identity.of(services.config.engine)
-    for part in (health, models, chat, completions, tokens, docs):
-        app.include_router(part.router)
+    parts = [health, models, chat, completions, tokens, docs]
     if services.config.fault_injection:
-        app.include_router(faults.router)
+        parts.append(faults)
+    for part in parts:
+        app.include_router(part.router)
     app.add_middleware(
         Gate,
-        routes=app.routes,
+        routes=[route for part in parts for route in part.router.routes],
         keys=keys,
         metrics=services.metrics,
         open_paths=OPEN_PATHS | ({"/metrics"} if services.config.metrics_open else set()),
