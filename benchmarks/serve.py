@@ -242,25 +242,29 @@ def run_ready(model: str, flags: Sequence[str]) -> dict[str, Any]:
 
 def run_memory(model: str, flags: Sequence[str]) -> dict[str, Any]:
     """Resident memory of server and worker after 16 streams, pictures and a long prompt."""
-    by_name = {profile.name: profile for profile in PROFILES}
+    loads = [p for p in PROFILES if p.name in ("16-streams", "16-pictures", "prompt-3000")]
     with LocalServer(model, flags) as server:
         server.wait_until_ready()
-        for name in ("16-streams", "16-pictures", "prompt-3000"):
-            report = run_profile(by_name[name], server.url, None)
-        parts = {
-            "server": resident_mib(server.pid),
-            "worker": resident_mib(server.health()[1]["worker"]["pid"]),
-        }
+        before = _resident(server)
+        reports = [run_profile(profile, server.url, None) for profile in loads]
+        after = _resident(server)
     result = {
-        "memory_mib": {**parts, "total": round(sum(parts.values()), 1)},
-        "requests": sum(by_name[n].requests for n in ("16-streams", "16-pictures", "prompt-3000")),
-        "failed": 0,
+        "memory_mib": after,
+        "memory_mib_when_ready": before,
+        "requests": sum(report["result"]["requests"] for report in reports),
+        "failed": sum(report["result"]["failed"] for report in reports),
     }
     return {
-        "load": report["load"],
+        "load": reports[-1]["load"],
         "result": result,
         "goal": Goal(("memory_mib", "total"), at_most=450).judge(result),
     }
+
+
+def _resident(server: LocalServer) -> dict[str, float]:
+    worker = server.health()[1]["worker"]["pid"]
+    parts = {"server": resident_mib(server.pid), "worker": resident_mib(worker)}
+    return {**parts, "total": round(sum(parts.values()), 1)}
 
 
 def run_prompt_cost(model: str, flags: Sequence[str]) -> dict[str, Any]:
