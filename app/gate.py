@@ -34,12 +34,13 @@ _IGNORED_NAMES, _IGNORED_BYTES = 10, 512
 # O3: first parts, behind /v1/, of OpenAI paths that this server does not offer.
 _OTHER_ENDPOINTS: Final = frozenset(
     {
-        *("assistants", "audio", "batches", "chat", "conversations", "containers", "decisions"),
+        *("assistants", "audio", "batches", "conversations", "containers", "decisions"),
         *("edits", "embeddings", "engines", "evals", "files", "fine-tunes", "fine_tuning"),
         *("images", "moderations", "organization", "projects", "realtime", "rerank"),
         *("responses", "score", "skills", "threads", "uploads", "vector_stores", "videos"),
     }
 )
+_STORED: Final = "chat/completions/"  # with an id behind it: an answer that was stored
 
 
 class Keys:
@@ -148,6 +149,8 @@ class Gate:
     def _check(self, scope: Scope, record: RequestRecord) -> None:
         """Path, method, key; raises `TransportRefused`."""
         path: str = scope["path"]
+        if path.endswith("/"):
+            raise _unknown(scope)  # no path of this server ends so, and none is redirected (O2)
         allowed: set[str] = set()
         for route in self._routes:
             match, _ = route.matches(scope)
@@ -159,8 +162,6 @@ class Gate:
         else:
             record.endpoint = route.path if allowed and isinstance(route, Route) else ""
             raise _wrong_method(path, scope["method"], allowed) if allowed else _unknown(scope)
-        if path.endswith("/") and path != "/":
-            raise _unknown(scope)  # no path of this server ends so, and none is redirected (O2)
         if path not in self._open_paths:
             record.key = self._keys.name_of(Headers(scope=scope))
 
@@ -232,7 +233,8 @@ def _shown_path(scope: Scope) -> str:
 def _unknown(scope: Scope) -> TransportRefused:
     path = _shown_path(scope)
     version, _, rest = path.removeprefix("/").partition("/")
-    if version == "v1" and rest.partition("/")[0] in _OTHER_ENDPOINTS:
+    stored = rest.startswith(_STORED) and rest != _STORED
+    if version == "v1" and (stored or rest.partition("/")[0] in _OTHER_ENDPOINTS):
         return TransportRefused(
             "endpoint_not_supported", f"This server does not offer {scope['method']} {path}."
         )

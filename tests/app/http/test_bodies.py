@@ -1,0 +1,260 @@
+"""Bodies: content type, size, time and JSON, before any field is looked at (O11 to O14)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import orjson
+import pytest
+
+from app import jsontext
+from app.bodies import IN_THREAD_FROM
+from engine.errors import RequestError
+from tests.app.http.test_errors import CHAT, error_of
+from tests.fakes.connection import Connection
+from tests.fakes.services import a_server, with_limits
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "application/json",
+        "APPLICATION/JSON",
+        "application/json; charset=utf-8",
+        'application/json;charset="UTF-8"',
+        "application/json ; charset=utf8",
+    ],
+)
+async def test_json_in_utf8_is_taken_in_any_letter_case(kind: str) -> None:
+    """O11, B-096."""
+    server = a_server()
+    async with server.client() as http:
+        body = orjson.dumps(server.ask())
+        answer = await http.post(CHAT, content=body, headers={"content-type": kind})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        None,
+        "",
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "application/json; charset=utf-16",
+        "application/jsonp",
+        "multipart/form-data; boundary=x",
+    ],
+)
+async def test_every_other_content_type_is_415(kind: str | None) -> None:
+    """O11, B-096: never 500."""
+    server = a_server()
+    headers = {} if kind is None else {"content-type": kind}
+    async with server.client() as http:
+        body = orjson.dumps(server.ask())
+        answer = await http.post(CHAT, content=body, headers=headers)
+    assert answer.status_code == 415
+    assert error_of(answer)["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("identity", 200), ("br", 415)])
+async def test_a_compressed_body_is_415_and_is_not_decoded(encoding: str, status: int) -> None:
+    """O11, B-101: the message names the encoding."""
+    server = a_server()
+    async with server.client() as http:
+        answer = await http.post(
+            CHAT, content=orjson.dumps(server.ask()), headers=JSON | {"content-encoding": encoding}
+        )
+    assert answer.status_code == status
+    if status == 415:
+        assert encoding in error_of(answer)["message"]
+
+
+async def test_a_body_of_exactly_the_limit_is_read_and_one_byte_more_is_413() -> None:
+    """O12, B-100: by Content-Length."""
+    server = a_server()
+    body = orjson.dumps(server.ask())
+    limited = a_server(limits=with_limits(body_bytes=len(body)))
+    async with limited.client() as http:
+        fits = await http.post(CHAT, content=body, headers=JSON)
+        over = await http.post(CHAT, content=body + b" ", headers=JSON)
+    assert fits.status_code == 200
+    assert over.status_code == 413
+    assert error_of(over)["code"] == "request_too_large"
+    assert over.headers["connection"] == "close"
+
+
+async def test_a_declared_size_over_the_limit_is_refused_before_the_body_is_read() -> None:
+    """O12: as soon as the header is read."""
+    server = a_server()
+    connection = Connection(
+        server.app, "POST", CHAT, content_type="application/json", content_length="999999999999"
+    )
+    await connection.end()  # no byte of the body was given
+    assert connection.status == 413
+
+
+async def test_a_chunked_body_is_413_when_its_count_passes_the_limit() -> None:
+    """O12: without a Content-Length."""
+    server = a_server(limits=with_limits(body_bytes=100))
+    connection = Connection(server.app, "POST", CHAT, content_type="application/json")
+    connection.body(b" " * 60, more=True)
+    connection.body(b" " * 60, more=True)
+    await connection.end()
+    assert connection.status == 413
+
+
+async def test_a_body_that_does_not_arrive_in_time_is_408_and_the_connection_is_closed() -> None:
+    """O12, B-106: also one that still trickles in."""
+    server = a_server(limits=with_limits(body_timeout_s=0.05))
+    connection = Connection(server.app, "POST", CHAT, content_type="application/json")
+    connection.body(b"{", more=True)
+    await connection.end()
+    assert connection.status == 408
+    assert connection.headers["connection"] == "close"
+    assert "retry-after" not in connection.headers
+    assert orjson.loads(connection.data)["error"]["code"] == "request_timeout"
+
+
+async def test_a_client_that_leaves_while_sending_gets_no_answer_and_counts_as_gone() -> None:
+    """O85."""
+    server = a_server()
+    connection = Connection(server.app, "POST", CHAT, content_type="application/json")
+    connection.body(b"{", more=True)
+    connection.leave()
+    await connection.end()
+    assert connection.sent == []
+    assert b"stagelight_requests_cancelled_total 1.0" in server.metrics.text()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'"x"',
+        b'{"model":}',
+        b"{'model':'M'}",
+        b"{} trailing",
+        bytes.fromhex("7b226d6f64656c223a22ff22"),
+        b'{"model": "M", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"[" * 20_000 + b"]" * 20_000,
+        b'{"a":' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+        b'{"a":' + b"[" * 128 + b"]" * 128 + b"}",
+        b'{"x": [1, {"a": 1e400}]}',
+    ],
+    ids=lambda raw: repr(raw[:24]),
+)
+async def test_what_is_no_json_object_is_400_at_once(raw: bytes) -> None:
+    """O13, B-097 to B-099: within 1 s, with our own error shape."""
+    server = a_server()
+    began = time.monotonic()
+    async with server.client() as http:
+        answer = await http.post(CHAT, content=raw, headers=JSON)
+    assert answer.status_code == 400
+    assert error_of(answer)["code"] == "invalid_json"
+    assert time.monotonic() - began < 1
+
+
+async def test_depth_128_a_byte_order_mark_and_equal_keys_are_fine() -> None:
+    """O13: the last of two equal keys counts."""
+    server = a_server()
+    body = orjson.dumps(server.ask())[:-1]
+    deep = body + b',"foo":' + b"[" * 127 + b"]" * 127 + b"}"
+    twice = b'{"model":"no-such",' + body[1:] + b"}"
+    async with server.client() as http:
+        for raw in (deep, b"\xef\xbb\xbf" + body + b"}", twice):
+            answer = await http.post(CHAT, content=raw, headers=JSON)
+            assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (b"NaN", "invalid_json"),
+        (b"Infinity", "invalid_json"),
+        (b"-Infinity", "invalid_json"),
+        (b"1e400", "invalid_json"),
+        (b"18446744073709551616", "invalid_value"),
+        (b"-9223372036854775809", "invalid_value"),
+        (b"1" * 5000, "invalid_value"),
+    ],
+)
+@pytest.mark.parametrize("place", ["temperature", "presence_penalty", "top_p", "seed", "foo"])
+async def test_a_number_that_cannot_be_held_is_400_with_its_place(
+    number: bytes, code: str, place: str
+) -> None:
+    """O13, B-068: also in a field that nobody knows."""
+    server = a_server()
+    body = orjson.dumps(server.ask())[:-1] + b',"%s":%s}' % (place.encode(), number)
+    async with server.client() as http:
+        answer = await http.post(CHAT, content=body, headers=JSON)
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert (error["code"], error["param"]) == (code, place)
+
+
+def test_the_place_of_a_bad_number_is_found_deep_inside() -> None:
+    """O27."""
+    with pytest.raises(RequestError) as caught:
+        jsontext.parse_object(b'{"tools": [{"a": 1}, {"b": {"c": [0, NaN]}}]}')
+    assert caught.value.param == "tools[1].b.c[1]"
+
+
+def test_the_largest_64_bit_integers_and_large_floats_are_kept() -> None:
+    """O13."""
+    text = b'{"a": 18446744073709551615, "b": -9223372036854775808, "c": 1e300, "d": 1e19}'
+    assert jsontext.parse_object(text) == {"a": 2**64 - 1, "b": -(2**63), "c": 1e300, "d": 1e19}
+
+
+async def test_a_body_over_1_mib_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O14: the event loop goes on meanwhile."""
+    threads = []
+
+    def parse(data: bytes) -> dict[str, object]:
+        threads.append(threading.current_thread())
+        return jsontext.parse_object(data)
+
+    monkeypatch.setattr("app.bodies.parse_object", parse)
+    server = a_server()
+    async with server.client() as http:
+        await http.post(CHAT, json=server.ask(foo="x" * IN_THREAD_FROM))
+        await http.post(CHAT, json=server.ask())
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
+
+
+async def test_a_large_body_does_not_hold_up_the_loop() -> None:
+    """O14: never more than 50 ms; with room for a busy machine."""
+    server = a_server()
+    body = orjson.dumps(server.ask(foo=["x" * 1000] * 8_000, bar=list(range(200_000))))
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.monotonic() - began)
+
+    watcher = asyncio.create_task(watch())
+    connection = Connection(server.app, "POST", CHAT, content_type="application/json")
+    connection.body(body)
+    await connection.end()
+    watcher.cancel()
+    assert connection.status == 200
+    assert longest < 0.2
+
+
+async def test_a_get_with_a_body_and_a_query_is_answered_as_without() -> None:
+    """R97."""
+    server = a_server()
+    async with server.client() as http:
+        answer = await http.request("GET", "/health?verbose=1", content=b"{", headers=JSON)
+    assert answer.status_code == 200
