@@ -130,7 +130,8 @@ class Supervisor:
         self._ping(life)  # answered behind the order, unless that was to die or to hang at once
         number = self._pings
         heard = self._heard[number] = asyncio.get_running_loop().create_future()
-        await asyncio.wait({heard, life.process.gone}, timeout=ORDER_S)
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait({heard, life.process.gone}, timeout=ORDER_S, return_when=first)
         self._heard.pop(number, None)
 
     async def drain_and_stop(self) -> None:
