@@ -155,6 +155,7 @@ class Engine:
         began = self._clock()
         scheduler = self._scheduler
         scheduler.expire()
+        self._reset_freed_slots()  # of requests that left since the last turn
         scheduler.admit()
         turned_away = 0
         while (request := scheduler.starting()) and not self._encode(request):
@@ -162,14 +163,15 @@ class Engine:
         plan = scheduler.plan()
         if plan is not None:
             self._submit(plan)
-        if self._flights and (plan is None or len(self._flights) >= self._pipeline.steps_in_flight):
+        due = len(self._flights) >= (1 if plan is None else self._pipeline.steps_in_flight)
+        if due:
             self._take_in(self._flights.popleft())
-        for slot in scheduler.take_freed():
-            self._pipeline.release(slot)
+        self._reset_freed_slots()
         if self._overlays:
             self._drop_overlays()
         events = scheduler.take_events()
-        self._idle = plan is None and not (self._flights or events or turned_away)
+        # A result can make room for the queue, so idle is a turn in which nothing came at all.
+        self._idle = plan is None and not (due or events or turned_away)
         if plan is not None:
             self._tick_max_s = max(self._tick_max_s, self._clock() - began)
         return events
@@ -217,7 +219,7 @@ class Engine:
             overlay = self._build(request.ask.pictures)
         except (OutOfMemory, MemoryError) as error:
             self._counters["out_of_memory_total"] += 1
-            log.warning("request %s finds no memory for its pictures: %s", request.id, error)
+            log.warning("request %s finds no memory for its pictures: %s", request.id, str(error))
             self._scheduler.requeue(request)
             return False
         except Exception as error:  # noqa: BLE001 - rule 88: the judge decides what any error means
@@ -271,7 +273,7 @@ class Engine:
     def _no_memory(self, flight: Flight, error: Exception) -> None:
         """No room is never a lost stage: the step's requests go back to the queue (rule 89)."""
         self._counters["out_of_memory_total"] += 1
-        log.warning("step %d finds no memory: %s", flight.plan.number, error)
+        log.warning("step %d finds no memory: %s", flight.plan.number, str(error))
         self._scheduler.requeue_step(flight.plan.number)
 
     def _step_failed(self, flight: Flight, error: Exception) -> None:
@@ -280,7 +282,10 @@ class Engine:
 
     def _judged(self, error: Exception, where: str, requests: tuple[RequestId, ...]) -> None:
         """Return when only these requests are hit. Raises ContextLost when a stage is lost."""
-        log.error("%s failed for %s", where, ", ".join(requests), exc_info=error)
+        # One line for an error that says what it is; an unknown one needs its traceback. The text
+        # and not the error itself: through its frames it would keep image rows alive.
+        trace = None if isinstance(error, ServerError) else error
+        log.error("%s failed for %s: %s", where, ", ".join(requests), str(error), exc_info=trace)
         if self._judge.verdict(error, where) is Verdict.WORKER:
             raise self._judge.lost() from error
         self._counters["request_faults_total"] += len(requests)
@@ -299,6 +304,11 @@ class Engine:
             reason = f"{BAD_STEPS} steps in a row had rows that were not finite"
             self._judge.latch.set(Fault(reason, code=0, call="sample", device=device, stage=stage))
             raise self._judge.lost()
+
+    def _reset_freed_slots(self) -> None:
+        """Let the pipeline forget ended sequences before somebody else gets their slots (R29)."""
+        for slot in self._scheduler.take_freed():
+            self._pipeline.release(slot)
 
     def _drop_overlays(self) -> None:
         """Let go of image rows that no later step needs; steps on their way hold their own."""

@@ -1,0 +1,177 @@
+"""Random days of the loop, with a slow and obvious model beside it, equal after every step."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+
+from engine.errors import CapacityExceeded, OutOfMemory
+from engine.messages import Failed, Finished, Generate, RequestId, Token
+from engine.scheduler.plan import StepPlan
+from engine.scheduler.request import Running
+from tests.fakes.asks import an_ask, an_ask_with_pictures
+from tests.fakes.pipeline import FakeBuilder, Loop, a_plan_of_caches, answer
+
+TURNS = 250
+
+
+class Day:
+    """Arrivals, departures, pauses and failures, drawn from a seed."""
+
+    def __init__(self, seed: int, steps_in_flight: int) -> None:
+        self.draw = random.Random(seed)
+        self.builder = FakeBuilder()
+        self.loop = Loop(
+            caches=a_plan_of_caches(
+                slots=self.draw.choice([1, 2, 5, 9]),
+                pages=self.draw.choice([14, 20, 33, 90]),
+                context=self.draw.choice([128, 192]),
+            ),
+            builder=self.builder,
+            steps_in_flight=steps_in_flight,
+            on_step=self._trouble,
+            late_errors=self.draw.random() < 0.5,
+            step_tokens=self.draw.choice([16, 24, 64, 256]),
+            queue_limit=6,
+        )
+        self.asks: dict[RequestId, Generate] = {}
+        self.gone: set[RequestId] = set()  # aborted: no ending is due
+        self.paused: set[RequestId] = set()
+        self.hit: set[RequestId] = set()  # was in a step that failed on order
+        self.calm = False  # no more arrivals and no more trouble
+
+    def _trouble(self, plan: StepPlan) -> None:
+        if self.calm or self.draw.random() > 0.02:
+            return
+        if self.draw.random() < 0.5:
+            self.loop.pipeline.wrote = True
+            raise OutOfMemory("on order")
+        self.hit |= {work.request for work in plan.work}
+        raise CapacityExceeded("on order")
+
+    def turn(self) -> None:
+        """Something happens, and the loop makes one step."""
+        here = sorted(self.asks.keys() - self.gone - self.over())
+        if not self.calm and self.draw.random() < 0.3:
+            self._arrive()
+        if here and self.draw.random() < 0.03:
+            self._leave(self.draw.choice(here))
+        if here and not self.calm and self.draw.random() < 0.05:
+            name = self.draw.choice(here)
+            self.loop.engine.pause(name)
+            self.paused.add(name)
+        if self.paused and (self.calm or self.draw.random() < 0.1):
+            name = self.draw.choice(sorted(self.paused))
+            self.loop.engine.resume(name)
+            self.paused.discard(name)
+        self.loop.step()
+
+    def _arrive(self) -> None:
+        draw, name = self.draw, f"r{len(self.asks)}"
+        longest = self.loop.caches.context - 1
+        if draw.random() < 0.25:
+            sizes = [draw.randint(1, 12) for _ in range(draw.randint(1, 3))]
+            ask = an_ask_with_pictures(name, *sizes, text=3, max_tokens=draw.randint(1, 40))
+        else:
+            ask = an_ask(
+                name,
+                prompt=draw.choice([1, 2, 15, 16, 17, draw.randint(1, longest)]),
+                max_tokens=draw.randint(1, 60),
+                seed=draw.randrange(1_000),
+                min_tokens=draw.choice([0, 0, 3]),
+                stop_ids=tuple(draw.sample(range(90), draw.choice([0, 1, 4]))),
+            )
+        if draw.random() < 0.1:  # a replay (rule 98)
+            whole, _ = answer(ask, self.loop.caches.context)
+            sent = tuple(whole[: draw.randint(1, len(whole))])
+            ask = an_ask(
+                name,
+                prompt=ask.prompt,
+                max_tokens=ask.max_tokens,
+                seed=ask.sampling.seed,
+                min_tokens=ask.min_tokens,
+                stop_ids=ask.stop_ids,
+                pictures=ask.pictures,
+                emitted=sent,
+            )
+        self.asks[ask.request] = ask
+        self.loop.engine.add(ask)
+
+    def _leave(self, name: RequestId) -> None:
+        self.loop.engine.abort(name)
+        self.gone.add(name)
+        self.paused.discard(name)
+
+    def over(self) -> set[RequestId]:
+        return {e.request for e in self.loop.events if not isinstance(e, Token)}
+
+
+def check_tokens(day: Day) -> None:
+    """Every request has a prefix of the right answer, and at most one ending, at its place."""
+    for name, ask in day.asks.items():
+        events = day.loop.of(name)
+        want, reason = answer(ask, day.loop.caches.context)
+        want = want[len(ask.emitted) :]
+        got = [event.id for event in events if isinstance(event, Token)]
+        assert got == want[: len(got)], name
+        ends = [event for event in events if not isinstance(event, Token)]
+        assert ends == events[len(got) :], name
+        assert len(ends) <= 1, name
+        match ends:
+            case [Finished(reason=said)]:
+                assert (got, said) == (want, reason), name
+            case [Failed(code="internal_error")]:
+                assert name in day.hit
+            case [Failed(code=code)]:
+                assert code == "overloaded"
+                assert name not in day.gone
+
+
+def check_holdings(day: Day) -> None:
+    """Pages and slots add up, and nothing that a step on its way uses is free."""
+    scheduler = day.loop.engine._scheduler
+    held: list[int] = []
+    slots: list[int] = []
+    for request in scheduler._running:
+        assert isinstance(request.phase, Running)
+        held += request.phase.pages
+        slots.append(request.phase.slot)
+    for leaving in scheduler._holdings._leaving:
+        held += leaving.pages
+        slots.append(leaving.slot)
+    assert len(held) == len(set(held)), "a page has two owners"
+    assert len(slots) == len(set(slots)), "a slot has two owners"
+    assert len(held) + scheduler.pages.free == scheduler.pages.total
+    assert len(slots) + scheduler.slots.free == scheduler.slots.total
+    for plan, _ in day.loop.pipeline.on_their_way:
+        assert {page for work in plan.work for page in work.pages} <= set(held)
+        assert {work.slot for work in plan.work} <= set(slots)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("seed", range(10))
+def test_every_request_gets_its_own_tokens_and_one_ending(seed: int, steps_in_flight: int) -> None:
+    """R29, R44, R61, R74, rules 86 to 90: whatever arrives, leaves, pauses and fails."""
+    day = Day(seed, steps_in_flight)
+
+    for turn in range(TURNS):
+        day.turn()
+        check_holdings(day)
+        if turn % 20 == 0:
+            check_tokens(day)
+    day.calm = True
+    for _ in range(3_000):
+        if not day.loop.engine.busy and not day.paused:
+            break
+        day.turn()
+        check_holdings(day)
+
+    check_tokens(day)
+    assert day.over() | day.gone == day.asks.keys()
+    day.loop.assert_all_given_back()
+    gc.collect()  # an error on order keeps its frames until then
+    assert day.builder.device.allocations == (0, 0)
+    finished = [event for event in day.loop.events if isinstance(event, Finished)]
+    assert len(finished) >= 10
