@@ -31,24 +31,21 @@ def expanded(marked: Sequence[int], planned: Sequence[PlannedPicture], loaded: L
         RequestFault: the prompt has not the vision ids that the pictures ask for. Nobody can type
             one, so that is a fault of ours or of the template (rules 34 and 35).
     """
-    tokens: list[int] = []
-    places: list[int] = []
-    for id_ in marked:
-        if id_ != loaded.image_token:
-            tokens.append(id_)
-            continue
-        places.append(len(tokens))
-        tokens += [id_] * (planned[len(places) - 1].tokens if len(places) <= len(planned) else 1)
-    if len(places) != len(planned):
-        raise RequestFault(
-            f"The prompt has {len(places)} places for pictures and the request {len(planned)} "
-            "pictures."
-        )
-    for id_ in vision_ids(loaded) - {loaded.image_token}:
-        if (count := marked.count(id_)) not in (0, len(planned)):
+    for id_ in vision_ids(loaded):
+        count = marked.count(id_)
+        if count != len(planned) and (id_ == loaded.image_token or count):
             raise RequestFault(
                 f"The prompt has {count} times the vision id {id_} for {len(planned)} pictures."
             )
+    pictures = iter(planned)
+    tokens: list[int] = []
+    places: list[int] = []
+    for id_ in marked:
+        if id_ == loaded.image_token:
+            places.append(len(tokens))
+            tokens += [id_] * next(pictures).tokens
+        else:
+            tokens.append(id_)
     return Draft(tokens=tokens, planned=planned, places=places)
 
 

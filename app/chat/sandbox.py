@@ -48,11 +48,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
-    def __init__(self) -> None:
+    def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], finalize=_bounded
         )
         self._clock = threading.local()
+        self._time_limit_s = time_limit_s
         for name in _NO_FILTERS:
             del self.filters[name]
         del self.globals["lipsum"]
@@ -73,7 +74,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def run(self, template: Template, values: Mapping[str, Any]) -> str:
         """The output. Raises `TemplateLimit`, or whatever the template raises."""
-        self._clock.deadline = time.monotonic() + TIME_LIMIT_S
+        self._clock.deadline = time.monotonic() + self._time_limit_s
         output = template.render(values)
         if len(output) * 4 > SIZE_LIMIT:
             _check(len(output.encode("utf-8", "replace")))
@@ -82,7 +83,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def tick(self) -> str:
         """Called by each turn of a loop and each macro; empty, so that it can stand as output."""
         if time.monotonic() > self._clock.deadline:
-            raise TemplateLimit(f"The template ran longer than {TIME_LIMIT_S:g} s.")
+            raise TemplateLimit(f"The template ran longer than {self._time_limit_s:g} s.")
         return ""
 
     def concat(self, parts: Iterable[str]) -> str:
@@ -281,12 +282,14 @@ def _weight(value: Any) -> int:
     stack = [value]
     while stack and weight <= SIZE_LIMIT:
         item = stack.pop()
-        weight += 8  # brackets, quotes and commas; also keeps a count below half a second
+        weight += 8  # quotes, commas
         if isinstance(item, str):
             weight += len(item)
         elif isinstance(item, Mapping):
+            weight += 64  # and a bound on how long this takes for a value that holds itself often
             stack += item
             stack += item.values()
         elif isinstance(item, list | tuple):
+            weight += 64
             stack += item
     return weight

@@ -38,7 +38,13 @@ class ChatTemplate:
     """One checkpoint's template: messages in, shielded text with its markers out."""
 
     def __init__(
-        self, source: str, *, markers: Iterable[str], names: Mapping[str, str], where: str
+        self,
+        source: str,
+        *,
+        markers: Iterable[str],
+        names: Mapping[str, str],
+        where: str,
+        sandbox: Sandbox | None = None,
     ) -> None:
         """Compile, and try one plain user turn. Raises `ModelError` naming `where`.
 
@@ -47,10 +53,11 @@ class ChatTemplate:
             markers: every added token's text, which message text must not contain as such.
             names: special tokens by name that the template may write, e.g. `bos_token`.
             where: the file, for messages.
+            sandbox: where it runs; absent, one with the limits of O47.
         """
         self.shield = Shield(markers)
         self._names = dict(names)
-        self._sandbox = Sandbox()
+        self._sandbox = sandbox or Sandbox()
         try:
             tree = self._sandbox.parse(source)
             self.shield.spell(tree)
