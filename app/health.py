@@ -127,7 +127,7 @@ class Health:
         self.fault_told: Fault | None = None  # kept until the next worker serves (R78)
         self.pong: Pong | None = None
         self._model = model
-        self._build = build
+        self.build = build
         self._supervision = supervision
         self._clock = clock
         self._on_move = on_move
@@ -207,7 +207,7 @@ class Health:
             "max_model_len": loaded.context if loaded else None,
             "uptime_s": round(now - self._started, 3),
             "boot_id": self.boot_id,
-            "build": self._build,
+            "build": self.build,
             "worker": {
                 "pid": worker.pid if worker else None,
                 "generation": worker.generation if worker else 0,

@@ -9,6 +9,7 @@ does.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 import tempfile
@@ -43,7 +44,7 @@ from engine.messages import (
 UNRECOVERABLE: Final = 70  # O97
 HUNG: Final = 71
 BAD_LOAD: Final = 1
-WORKER: Final = (sys.executable, "-m", "app.worker")
+WORKER: Final = (sys.executable, "-P", "-m", "app.worker")  # -P: a folder `app` here is not ours
 
 ORDER_S: Final = 1.0  # for a worker to take an order to fail
 
@@ -100,6 +101,9 @@ class Supervisor:
         self._command = command
         self._on_loading = on_loading
         self._environment = worker_environment(config.engine.blas_threads)
+        ours = str(Path(__file__).parents[1])  # the same program, installed or not
+        path = self._environment.get("PYTHONPATH")
+        self._environment["PYTHONPATH"] = f"{ours}{os.pathsep}{path}" if path else ours
         self._sockets = Path(tempfile.mkdtemp(prefix="stagelight-"))  # mode 0700
         self._deaths: deque[float] = deque()  # those inside the window
         self._life: _Life | None = None
@@ -144,6 +148,11 @@ class Supervisor:
             self._client.fail_all("shutting_down", _STOPPED)
         await self.stop()
 
+    def kill(self) -> None:
+        """End the worker without asking it; `stop` tidies up."""
+        if self._life is not None:
+            self._life.process.kill()
+
     async def stop(self) -> None:
         """End the worker now; whatever is in flight gets its one error. No child is left."""
         self._stopping = True
@@ -155,7 +164,9 @@ class Supervisor:
         if life is not None:
             self._client.detach()
             try:
-                await (life.process.stop() if life.ready else self._end(life.process))
+                if not life.ready:
+                    life.process.kill()
+                await life.process.stop()
             except WorkerStuck as stuck:
                 self._give_up(HUNG, str(stuck))
             life.process.close()
@@ -338,11 +349,6 @@ class Supervisor:
             self._health.fault(fault)
             self._client.fail_all("gpu_fault", _LOST)
         life.process.kill()
-
-    @staticmethod
-    async def _end(process: WorkerProcess) -> None:
-        process.kill()
-        await process.reaped()
 
 
 def _code(life: _Life) -> int:
