@@ -27,6 +27,7 @@ from app.services import Services
 from engine.errors import RequestError
 from engine.messages import Event, Finished, Generate, Loaded, RequestId, Sampling, Token
 
+_ALL_TOKENS: Final = 2**31 - 1  # more than any vocabulary, and still a plain integer elsewhere
 _MERGED: Final = 64  # deltas of several prompts that may wait for a slow reader
 
 
@@ -238,7 +239,7 @@ async def _observed(
 def _sampling(services: Services, fields: GenerationFields) -> Sampling:
     """What the request says, else what the checkpoint says (O29); the seed is always there."""
     defaults = services.prompter.defaults
-    top_k = defaults.top_k if fields.top_k is None else max(0, fields.top_k)
+    top_k = defaults.top_k if fields.top_k is None else min(max(0, fields.top_k), _ALL_TOKENS)
     return Sampling(
         temperature=_chosen(fields.temperature, defaults.temperature),
         top_p=_chosen(fields.top_p, defaults.top_p),

@@ -34,7 +34,7 @@ class Answer(BaseModel):
 
 def _whole(value: Any) -> Any:
     """`16.0` is an integer; `1.5`, `"16"` and `true` stay what they are and are refused."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+    if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
 

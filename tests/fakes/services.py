@@ -21,11 +21,14 @@ from fastapi import FastAPI
 from PIL import Image
 
 from app.api import build_app
+from app.chat.defaults import Checkpoint, read_checkpoint
 from app.chat.prompt import Prompter
+from app.chat.template import ChatTemplate
 from app.config import ApiKey, Limits, ServerConfig
 from app.health import Asks, Health
 from app.metrics import Metrics
 from app.services import Services
+from app.tokens import Tokenizer
 from engine.config import EngineConfig
 from engine.errors import Overloaded
 from engine.messages import (
@@ -81,13 +84,15 @@ Script = Callable[[Generate], Iterable[int | Event | Wait]]
 
 
 @functools.cache
-def prompter(limits: Limits, clamp: bool) -> Prompter:
-    return Prompter.open(GLIMMER, limits=limits, clamp=clamp)
+def _checkpoint() -> tuple[Checkpoint, Tokenizer, ChatTemplate]:
+    checkpoint = read_checkpoint(GLIMMER)
+    tokenizer = Tokenizer.open(GLIMMER, rows=checkpoint.rows)
+    return checkpoint, tokenizer, ChatTemplate.open(GLIMMER, markers=tokenizer.markers)
 
 
 def ids(text: str) -> list[int]:
     """The token ids of an answer's text; markers such as `</think>` count as such."""
-    return prompter(DEFAULT_LIMITS, False).tokenizer.encode_marked(text)
+    return _checkpoint()[1].encode_marked(text)
 
 
 def says(text: str) -> Script:
@@ -222,8 +227,8 @@ def a_server(
     engine = ScriptedClient(script or says("Hello."), health, capacity)
     metrics = Metrics(health, "test")
     orders = Orders()
-    made = prompter(limits, config.clamp)
-    app = build_app(Services(config, health, engine, made, metrics, orders))
+    prompter = Prompter(*_checkpoint(), limits=limits, decode_workers=1, clamp=config.clamp)
+    app = build_app(Services(config, health, engine, prompter, metrics, orders))
     server = Server(app, engine, health, config, metrics, orders)
     if ready:
         health.warming(loaded)

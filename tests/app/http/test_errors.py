@@ -209,7 +209,10 @@ async def test_a_request_that_fails_before_its_first_token_has_the_status_of_its
 
 async def test_a_request_that_fails_later_is_an_error_too() -> None:
     """O35: without streaming nothing of the unfinished answer is shown."""
-    script = [*ids("</think>Hello"), Failed(RequestId("r"), "internal_error", "non-finite logits")]
+    script: list[Any] = [
+        *ids("</think>Hello"),
+        Failed(RequestId("r"), "internal_error", "non-finite logits"),
+    ]
     server = a_server(lambda _: script)
     async with server.client() as http:
         answer = await http.post(CHAT, json=server.ask())
