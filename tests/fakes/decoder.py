@@ -1,4 +1,4 @@
-"""A text decoder that is driven by hand: sequences, pages and steps, without scheduler or server."""
+"""A text decoder driven by hand: sequences, pages and steps, no scheduler and no server."""
 
 from __future__ import annotations
 

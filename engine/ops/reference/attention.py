@@ -19,16 +19,39 @@ def write_rows(pages: Array, values: Array, rows: Rows) -> None:
     pages.reshape(-1, pages.shape[2])[rows.places] = values
 
 
-def pages_of(rows: Rows, sequence: int, tokens: int) -> Array:
-    """The page ids that hold a sequence's first `tokens` rows."""
-    return rows.table[sequence, : -(-tokens // rows.page_tokens)]
+def gather(pages: Array, rows: Rows, sequence: int, tokens: int, count: int) -> Array:
+    """The first `count` rows of a sequence of `tokens` tokens.
 
-
-def gather(pages: Array, ids: Array, count: int) -> Array:
-    """The first `count` rows of some pages. Shapes: pages (pages, n, width) -> (count, width)."""
+    Shapes: pages (pages, n, width), n rows a page · result (count, width)
+    """
+    ids = rows.table[sequence, : -(-tokens // rows.page_tokens)]
     if len(ids) == 1:
         return pages[ids[0], :count]
     return pages[ids].reshape(-1, pages.shape[2])[:count]
+
+
+def decode_groups(rows: Rows) -> list[tuple[Array, int]]:
+    """Decode rows with equally many pages, so that no sequence is padded to another's length.
+
+    Result: (rows of the group, pages of each)
+    """
+    by_pages: dict[int, list[int]] = {}
+    for row, segment in enumerate(rows.segments[: rows.decode]):
+        by_pages.setdefault(segment.context // rows.page_tokens + 1, []).append(row)
+    return [(np.array(group), pages) for pages, group in by_pages.items()]
+
+
+def gather_group(pages: Array, table: Array, counts: Array) -> tuple[Array, Array]:
+    """Whole pages of several sequences, and which of their rows are beyond each one's count.
+
+    Shapes: table (seqs, pages) · counts (seqs,), all but the last page full
+            result (seqs, n, width), zeros beyond the counts, and (seqs, n) bool
+    """
+    seqs, per_page = len(table), pages.shape[1]
+    keys = pages[table].reshape(seqs, -1, pages.shape[2])
+    hidden = np.arange(keys.shape[1]) >= counts[:, None]
+    keys[:, -per_page:][hidden[:, -per_page:]] = 0.0  # what was never written may be NaN
+    return keys, hidden
 
 
 def latent_attention(
@@ -40,17 +63,24 @@ def latent_attention(
         raise ShapeMismatch(f"selected {selected.shape} does not fit q {q.shape}.")
     q = q * np.float32(scale)
     out = np.empty(q.shape, np.float32)
-    for number, segment in enumerate(rows.segments):
-        first, count, context, _ = segment
-        part = slice(first, first + count)
+    alone = rows.decode if rows.decode > 1 else 0  # decode rows that go in groups
+    if alone and selected is None:
+        for group, pages in decode_groups(rows):
+            keys, hidden = gather_group(latents, rows.table[group, :pages], rows.context[group] + 1)
+            out[group] = attend(q[group], keys, keys, hidden[:, None])
+    elif alone and selected is not None:
+        part = slice(0, alone)
+        _gathered(q[part], latents, rows, rows.owners[part], selected[part], out[part])
+    for number, (first, count, context, _) in enumerate(rows.segments[alone:], alone):
+        part, seen = slice(first, first + count), context + count
         if selected is None:
-            keys = gather(latents, pages_of(rows, number, context + count), context + count)
+            keys = gather(latents, rows, number, seen, seen)
             _causal(q[part], keys, context, out[part])
-        elif count > 1 and context + count <= MASKED_KEYS:
-            keys = gather(latents, pages_of(rows, number, context + count), context + count)
+        elif count > 1 and seen <= MASKED_KEYS:
+            keys = gather(latents, rows, number, seen, seen)
             _masked(q[part], keys, selected[part], out[part])
         else:
-            _gathered(q[part], latents, rows.table[number], selected[part], out[part])
+            _gathered(q[part], latents, rows, rows.owners[part], selected[part], out[part])
     return out
 
 
@@ -62,7 +92,7 @@ def attend(q: Array, keys: Array, values: Array, hidden: Array | None) -> Array:
     scores = np.matmul(q, keys.swapaxes(-1, -2))
     if hidden is not None:
         np.copyto(scores, -np.inf, where=hidden)
-    scores -= scores.max(axis=-1, keepdims=True)
+    scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     total = np.add.reduce(scores, axis=-1, keepdims=True)
     out = np.matmul(scores, values)
@@ -94,18 +124,20 @@ def _masked(q: Array, keys: Array, selected: Array, out: Array) -> None:
     out[:] = attend(q.reshape(-1, rank), keys, keys, by_head).reshape(count, heads, rank)
 
 
-def _gathered(q: Array, latents: Array, table: Array, selected: Array, out: Array) -> None:
-    """Only the selected rows, in blocks of the step's rows."""
+def _gathered(
+    q: Array, latents: Array, rows: Rows, owners: Array, selected: Array, out: Array
+) -> None:
+    """Only the selected rows, in blocks of queries; owners: the sequence of each query."""
     page_tokens, rank = latents.shape[1:]
     flat = latents.reshape(-1, rank)
     block = max(1, GATHER_ELEMENTS // (selected.shape[1] * rank))
     for start in range(0, len(q), block):
-        chosen = selected[start : start + block]
-        none = chosen < 0
-        page, offset = np.divmod(np.maximum(chosen, 0), page_tokens)
-        keys = flat[table[page].astype(np.int64) * page_tokens + offset]
-        hidden = none[:, None] if none.any() else None
-        out[start : start + block] = attend(q[start : start + block], keys, keys, hidden)
+        part = slice(start, start + block)
+        none = selected[part] < 0
+        page, offset = np.divmod(np.maximum(selected[part], 0), page_tokens)
+        places = rows.table[owners[part, None], page].astype(np.int64) * page_tokens + offset
+        keys = flat[places]
+        out[part] = attend(q[part], keys, keys, none[:, None] if none.any() else None)
 
 
 def segment_attention(

@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.device.device import Array
 from engine.errors import ShapeMismatch
-from engine.ops.reference.attention import gather, pages_of
+from engine.ops.reference.attention import decode_groups, gather, gather_group
 from engine.ops.spec import Rows
 
 SCORE_ELEMENTS = 1 << 20  # of one block of scores; bounds the scratch at any context
@@ -57,46 +57,61 @@ def index_select(
     visible = (rows.positions + 1)[:, None]
     line = np.arange(width, dtype=np.int32)
     selected = np.where(line < visible, line, np.int32(-1))  # right for short rows
-    keep = top_tokens // pool
-    for number, (first, count, context, _) in enumerate(rows.segments):
-        if context + count <= width:
+    alone = rows.decode if rows.decode > 1 else 0  # decode rows that go in groups
+    if alone:
+        for group, pages in decode_groups(rows):
+            long = group[rows.context[group] >= width]
+            if len(long):
+                counts = (rows.context[long] + 1) // pool
+                keys, _ = gather_group(pooled, rows.table[long, :pages], counts)
+                scores = pool_scores(q[long], head_weights[long], keys)
+                selected[long] = _chosen(scores, visible[long], pool, top_tokens)
+    for number, (first, count, context, _) in enumerate(rows.segments[alone:], alone):
+        end = context + count
+        if end <= width:
             continue
-        long = max(first, first + width - context)  # rows before see no more than `width` tokens
-        pools = (context + count) // pool
-        keys = gather(pooled, pages_of(rows, number, context + count), pools).T
-        block = max(1, SCORE_ELEMENTS // (q.shape[1] * pools))
-        for start in range(long, first + count, block):
-            part = slice(start, min(start + block, first + count))
-            best = _best_pools(q[part], head_weights[part], keys, visible[part] // pool, keep)
-            seats = best[:, :, None] * pool + np.arange(pool, dtype=np.int32)
-            selected[part, :top_tokens] = seats.reshape(len(best), top_tokens)
-            tail = visible[part] // pool * pool + np.arange(pool - 1, dtype=np.int32)
-            selected[part, top_tokens:] = np.where(tail < visible[part], tail, -1)
+        start = max(first, first + width - context)  # rows before see no more than `width` tokens
+        keys = gather(pooled, rows, number, end, end // pool)
+        block = max(1, SCORE_ELEMENTS // (q.shape[1] * len(keys)))
+        for at in range(start, first + count, block):
+            part = slice(at, min(at + block, first + count))
+            scores = pool_scores(q[part], head_weights[part], keys)
+            selected[part] = _chosen(scores, visible[part], pool, top_tokens)
     return selected
 
 
-def _best_pools(q: Array, head_weights: Array, keys: Array, visible: Array, keep: int) -> Array:
-    """The `keep` best of each row's visible pools, in order of pool number.
+def pool_scores(q: Array, head_weights: Array, keys: Array) -> Array:
+    """Score of each pool for each row (R20).
 
-    Shapes: q (rows, heads, dim) · keys (dim, pools) · visible (rows, 1), more than `keep`
-            result (rows, keep) i32
+    Shapes: q (rows, heads, dim) · keys (pools, dim), or (rows, pools, dim) of each row's own
+            result (rows, pools)
     """
-    scores = pool_scores(q, head_weights, keys)
-    pools = scores.shape[1]
-    scores[np.arange(pools) >= visible] = -np.inf
+    rows, heads, dim = q.shape
+    q = q * np.float32(dim**-0.5)
+    if keys.ndim == 2:
+        scores = np.dot(q.reshape(rows * heads, dim), keys.T).reshape(rows, heads, -1)
+    else:
+        scores = np.matmul(q, keys.transpose(0, 2, 1))
+    np.maximum(scores, 0.0, out=scores)
+    return np.matmul(head_weights[:, None], scores)[:, 0]
+
+
+def _chosen(scores: Array, visible: Array, pool: int, top_tokens: int) -> Array:
+    """Output rows of `index_select` from scores; each row sees more pools than it may keep.
+
+    Shapes: scores (rows, pools), changed · visible (rows, 1), in tokens
+    """
+    rows, pools = scores.shape
+    keep = top_tokens // pool
+    scores[np.arange(pools) >= visible // pool] = -np.inf
     edge = np.partition(scores, pools - keep, axis=1)[:, pools - keep, None]
     taken = scores >= edge
-    if np.count_nonzero(taken) > keep * len(scores):  # equals at the edge: the lower pools
+    if np.count_nonzero(taken) > keep * rows:  # equals at the edge: the lower pools
         above = scores > edge
         equal = scores == edge
         room = keep - np.add.reduce(above, axis=1, dtype=np.int64, keepdims=True)
         taken = above | (equal & (np.cumsum(equal, axis=1) <= room))
-    return np.nonzero(taken)[1].astype(np.int32).reshape(len(scores), keep)
-
-
-def pool_scores(q: Array, head_weights: Array, keys: Array) -> Array:
-    """Score of each pool for each row (R20). Shapes: keys (dim, pools) · result (rows, pools)."""
-    rows, heads, dim = q.shape
-    scores = np.dot((q * dim**-0.5).reshape(rows * heads, dim), keys)
-    np.maximum(scores, 0.0, out=scores)
-    return np.matmul(head_weights[:, None], scores.reshape(rows, heads, -1))[:, 0]
+    best = np.nonzero(taken)[1].reshape(rows, keep, 1)
+    seats = (best * pool + np.arange(pool)).reshape(rows, -1)
+    tail = visible // pool * pool + np.arange(pool - 1)
+    return np.concatenate([seats, np.where(tail < visible, tail, -1)], axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from engine.ops.reference.pointwise import gated, sigmoid, swiglu
 
 DENSE_ROWS = 24  # up to so many rows all experts in one matmul beat one matmul an expert
 DENSE_EXPERTS = 16  # above, the few experts that are hit are a small share of all
+FEW_EXPERTS = 32  # up to so many, one row is routed without NumPy
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ def route(
     rows, experts = logits.shape
     if bias.shape != (experts,) or experts % groups:
         raise ShapeMismatch(f"bias {bias.shape} or {groups} groups do not fit {experts} experts.")
+    if rows == 1 and experts <= FEW_EXPERTS and top_groups == groups:
+        return _route_one_row(logits[0].tolist(), bias.tolist(), active, scale, normalise)
     scores = sigmoid(logits)
     biased = scores + bias
     if top_groups < groups:
@@ -92,6 +96,22 @@ def route(
         weights /= np.add.reduce(weights, axis=1, keepdims=True) + 1e-20
     weights *= scale
     return ids, weights
+
+
+def _route_one_row(
+    logits: list[float],
+    bias: list[float],
+    active: int,
+    scale: float,
+    normalise: bool,  # noqa: FBT001 # as the op says it
+) -> tuple[Array, Array]:
+    """The same in Python floats, which cost less than ten calls for one row."""
+    scores = [1.0 / (1.0 + math.exp(-max(logit, -80.0))) for logit in logits]
+    order = sorted(range(len(scores)), key=lambda expert: -(scores[expert] + bias[expert]))
+    ids = order[:active]
+    total = sum(scores[expert] for expert in ids) + 1e-20 if normalise else 1.0
+    weights = [scores[expert] / total * scale for expert in ids]
+    return np.array([ids], np.int32), np.array([weights], np.float32)
 
 
 def _keep_groups(biased: Array, groups: int, top_groups: int) -> Array:

@@ -137,9 +137,8 @@ def is_finite(x: Array) -> bool:
 class Hyper:
     """A site, laid out so that one exp serves all and the mix comes out transposed.
 
-    Shapes: fn (2n + n*n, n*hidden), scale folded in, pre and post negated, comb transposed
+    Shapes: fn (n*hidden, 2n + n*n), scale folded in, pre and post negated, comb transposed
             base (2n + n*n,), the same way · norm (hidden,)
-            from_rows, from_columns (n*n, n*n + 1): sums over the line an entry is in, and eps
     """
 
     streams: int
@@ -170,7 +169,7 @@ def pack_hyper(
     bound = np.linalg.norm(folded, axis=1) * math.sqrt(n * hidden) + np.abs(base[order])
     return Hyper(
         streams=n,
-        fn=np.ascontiguousarray(folded, np.float32),
+        fn=np.ascontiguousarray(folded.T, np.float32),
         base=np.ascontiguousarray(signs * base[order], np.float32),
         norm=norm,
         bounded=bool(bound.max() < SAFE),
@@ -199,30 +198,28 @@ def hyper_in(
 def hyper_coefficients(
     x: Array, w: Hyper, *, norm_eps: float, eps: float, rounds: int
 ) -> tuple[Array, Array]:
-    """Steps 1 to 6 for any number of rows; rows run along the last axis until the end.
+    """Steps 1 to 6 for any number of rows.
 
     Shapes: pre (rows, n) · mix (rows, n, n + 1) as in `hyper_in`
     """
-    n = w.streams
-    flat = x[:, :n].reshape(len(x), -1)
-    m = np.dot(w.fn, flat.T)
-    m *= inverse_rms(flat, norm_eps)[:, 0]
-    m += w.base[:, None]
+    rows, n = len(x), w.streams
+    flat = x[:, :n].reshape(rows, -1)
+    m = np.dot(flat, w.fn)
+    m *= inverse_rms(flat, norm_eps)
+    m += w.base
     if not w.bounded:
-        np.clip(m[: 2 * n], -SAFE, SAFE, out=m[: 2 * n])
-        comb = m[2 * n :].reshape(n, n, -1)
-        comb -= comb.max(axis=0)
+        np.clip(m[:, : 2 * n], -SAFE, SAFE, out=m[:, : 2 * n])
+        comb = m[:, 2 * n :].reshape(rows, n, n)
+        comb -= comb.max(axis=1, keepdims=True)
     np.exp(m, out=m)
 
-    gates = m[: 2 * n]
-    gates += 1.0
+    gates = m[:, : 2 * n] + 1.0
     np.reciprocal(gates, out=gates)
-    pre = np.ascontiguousarray(gates[:n].T)
-    pre += eps
-
-    mix = np.empty((len(x), n, n + 1), np.float32)
-    np.multiply(gates[n:].T, 2.0, out=mix[:, :, n])
-    mix[:, :, :n] = sinkhorn(m[2 * n :], n, eps, rounds).T.reshape(-1, n, n)
+    pre = gates[:, :n] + eps
+    mix = np.empty((rows, n, n + 1), np.float32)
+    np.multiply(gates[:, n:], 2.0, out=mix[:, :, n])
+    balanced = sinkhorn(np.ascontiguousarray(m[:, 2 * n :].T), n, eps, rounds)
+    mix[:, :, :n] = balanced.T.reshape(rows, n, n)
     return pre, mix
 
 
@@ -269,7 +266,7 @@ def _hyper_in_one_row(
 ) -> tuple[Array, Array]:
     """The same for one row and four streams: Python floats beat eighty calls of NumPy."""
     flat = x[0, :4].reshape(-1)
-    m = np.dot(w.fn, flat)
+    m = np.dot(flat, w.fn)
     m *= 1.0 / math.sqrt(float(np.dot(flat, flat)) / len(flat) + norm_eps)
     m += w.base
     e = np.exp(m, out=m).tolist()
@@ -287,34 +284,36 @@ Four = tuple[float, float, float, float]
 
 
 def _sinkhorn_four(e: list[float], eps: float, rounds: int) -> tuple[Four, Four, Four, Four]:
-    """`sinkhorn` of one 4 x 4 matrix, written out; names are a..d for j and 0..3 for i."""
+    """`sinkhorn` of one 4 x 4 matrix, as a factor for each line: entry (j, i) is k_ji * p_j * v_i.
+
+    Letters a..d are the lines j with factors p..s, digits 0..3 the lines i with factors v.
+    """
     a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = e
-    s0, s1 = a0 + b0 + c0 + d0, a1 + b1 + c1 + d1
-    s2, s3 = a2 + b2 + c2 + d2, a3 + b3 + c3 + d3
-    a0, a1, a2, a3 = a0 / s0 + eps, a1 / s1 + eps, a2 / s2 + eps, a3 / s3 + eps
-    b0, b1, b2, b3 = b0 / s0 + eps, b1 / s1 + eps, b2 / s2 + eps, b3 / s3 + eps
-    c0, c1, c2, c3 = c0 / s0 + eps, c1 / s1 + eps, c2 / s2 + eps, c3 / s3 + eps
-    d0, d1, d2, d3 = d0 / s0 + eps, d1 / s1 + eps, d2 / s2 + eps, d3 / s3 + eps
-    for left in range(rounds, 0, -1):
-        s = a0 + a1 + a2 + a3 + eps
-        a0, a1, a2, a3 = a0 / s, a1 / s, a2 / s, a3 / s
-        s = b0 + b1 + b2 + b3 + eps
-        b0, b1, b2, b3 = b0 / s, b1 / s, b2 / s, b3 / s
-        s = c0 + c1 + c2 + c3 + eps
-        c0, c1, c2, c3 = c0 / s, c1 / s, c2 / s, c3 / s
-        s = d0 + d1 + d2 + d3 + eps
-        d0, d1, d2, d3 = d0 / s, d1 / s, d2 / s, d3 / s
-        if left == 1:
-            break
-        s = a0 + b0 + c0 + d0 + eps
-        a0, b0, c0, d0 = a0 / s, b0 / s, c0 / s, d0 / s
-        s = a1 + b1 + c1 + d1 + eps
-        a1, b1, c1, d1 = a1 / s, b1 / s, c1 / s, d1 / s
-        s = a2 + b2 + c2 + d2 + eps
-        a2, b2, c2, d2 = a2 / s, b2 / s, c2 / s, d2 / s
-        s = a3 + b3 + c3 + d3 + eps
-        a3, b3, c3, d3 = a3 / s, b3 / s, c3 / s, d3 / s
-    return (a0, a1, a2, a3), (b0, b1, b2, b3), (c0, c1, c2, c3), (d0, d1, d2, d3)
+    v0, v1, v2, v3 = a0 + b0 + c0 + d0, a1 + b1 + c1 + d1, a2 + b2 + c2 + d2, a3 + b3 + c3 + d3
+    a0, a1, a2, a3 = a0 / v0 + eps, a1 / v1 + eps, a2 / v2 + eps, a3 / v3 + eps
+    b0, b1, b2, b3 = b0 / v0 + eps, b1 / v1 + eps, b2 / v2 + eps, b3 / v3 + eps
+    c0, c1, c2, c3 = c0 / v0 + eps, c1 / v1 + eps, c2 / v2 + eps, c3 / v3 + eps
+    d0, d1, d2, d3 = d0 / v0 + eps, d1 / v1 + eps, d2 / v2 + eps, d3 / v3 + eps
+    v0 = v1 = v2 = v3 = 1.0
+    p = 1.0 / (a0 + a1 + a2 + a3 + eps)
+    q = 1.0 / (b0 + b1 + b2 + b3 + eps)
+    r = 1.0 / (c0 + c1 + c2 + c3 + eps)
+    s = 1.0 / (d0 + d1 + d2 + d3 + eps)
+    for _ in range(rounds - 1):
+        v0 /= v0 * (a0 * p + b0 * q + c0 * r + d0 * s) + eps
+        v1 /= v1 * (a1 * p + b1 * q + c1 * r + d1 * s) + eps
+        v2 /= v2 * (a2 * p + b2 * q + c2 * r + d2 * s) + eps
+        v3 /= v3 * (a3 * p + b3 * q + c3 * r + d3 * s) + eps
+        p /= p * (a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3) + eps
+        q /= q * (b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3) + eps
+        r /= r * (c0 * v0 + c1 * v1 + c2 * v2 + c3 * v3) + eps
+        s /= s * (d0 * v0 + d1 * v1 + d2 * v2 + d3 * v3) + eps
+    return (
+        (a0 * p * v0, a1 * p * v1, a2 * p * v2, a3 * p * v3),
+        (b0 * q * v0, b1 * q * v1, b2 * q * v2, b3 * q * v3),
+        (c0 * r * v0, c1 * r * v1, c2 * r * v2, c3 * r * v3),
+        (d0 * s * v0, d1 * s * v1, d2 * s * v2, d3 * s * v3),
+    )
 
 
 def hyper_out(x: Array, y: Array, mix: Array) -> Array:

@@ -26,7 +26,7 @@ def short_conv(x: Array, kernel: Array, window: Array, rows: Rows) -> Array:
         seen = np.empty((decode, taps, channels), np.float32)
         seen[:, :-1] = window[rows.decode_slots]
         seen[:, -1] = x[:decode]
-        np.einsum("stc,tc->sc", seen, kernel, out=out[:decode])
+        np.add.reduce(seen * kernel, axis=1, out=out[:decode])
         window[rows.decode_slots] = seen[:, 1:]
     for first, count, _, slot in rows.segments[decode:]:
         stretch = np.empty((taps - 1 + count, channels), np.float32)
@@ -107,56 +107,53 @@ def _chunks(
 ) -> None:
     """glm 5.6 for one sequence: all but the walk of the memory is one batch over chunks and heads.
 
+    Arrays stay (chunks, tokens, heads, dim), as rows come; matmul reads them with heads outside.
+
     Shapes: as in `_one_token`, over all rows of the step · memory (heads, dim, dim), one slot's
     """
     first, count = segment.first, segment.length
     heads, dim = v.shape[1:]
     part = slice(first, first + count)
-    chunks = -(-count // CHUNK)
+    q, k, values, steps, strength = (
+        _by_chunk(x[part]) for x in (qk[:, 0], qk[:, 1], v, g, beta[..., None])
+    )
+    chunks = len(q)
 
-    def by_chunk(x: Array, planes: int) -> Array:
-        """(count, planes, heads, width) -> (planes, chunks, heads, CHUNK, width), zeros behind."""
-        padded = np.zeros((planes, chunks, heads, CHUNK, x.shape[-1]), np.float32)
-        view = padded.transpose(1, 3, 0, 2, 4)  # (chunks, CHUNK, planes, heads, width)
-        whole, rest = divmod(count, CHUNK)
-        view[:whole] = x[: whole * CHUNK].reshape(whole, CHUNK, *x.shape[1:])
-        if rest:
-            view[whole, :rest] = x[whole * CHUNK :]
-        return padded
-
-    q, k = by_chunk(qk[part], 2)
-    values, steps = by_chunk(v[part][:, None], 1)[0], by_chunk(g[part][:, None], 1)[0]
-    strength = by_chunk(beta[part][:, None, :, None], 1)[0]  # (chunks, heads, CHUNK, 1)
-
-    total = np.matmul(_LOWER, steps)  # G: sums of log decay up to and with each token
+    # G: sums of log decay up to and with each token
+    total = np.matmul(_LOWER, steps.reshape(chunks, CHUNK, -1)).reshape(q.shape)
     grown = np.exp(total)
-    last = grown[:, :, -1]  # (chunks, heads, dim)
-    left = np.concatenate([k * grown, q * grown], axis=2)  # (chunks, heads, 2*CHUNK, dim)
-    if float(total[:, :, -1].min()) >= DECAY_LIMIT:
-        pairs = np.matmul(left, (k / grown).transpose(0, 1, 3, 2))
+    last = grown[:, -1, :, :, None].copy()  # (chunks, heads, dim, 1)
+    left = np.empty((chunks, 2 * CHUNK, heads, dim), np.float32)
+    np.multiply(k, grown, out=left[:, :CHUNK])
+    np.multiply(q, grown, out=left[:, CHUNK:])
+    if float(total[:, -1].min()) >= DECAY_LIMIT:
+        shrunk = np.divide(k, grown, out=grown)
+        pairs = np.matmul(_outside(left), shrunk.transpose(0, 2, 3, 1))
+        remaining = shrunk
+        remaining *= last[:, None, :, :, 0]
     else:
-        pairs = _pairs_by_difference(q, k, total)
+        pairs = _pairs_by_difference(_outside(q), _outside(k), _outside(total))
+        remaining = k * np.exp(total[:, -1:] - total)
     attend = pairs[:, :, CHUNK:] * _LOWER
     system = pairs[:, :, :CHUNK] * _STRICT
-    system *= strength
+    system *= _outside(strength)
+    solve = _inverse(system)
+    solve *= strength.transpose(0, 2, 3, 1)
+    fresh = np.matmul(solve, _outside(values))  # U, and V' behind the walk
+    walk = _outside(left)
+    walk[:, :, :CHUNK] = np.matmul(
+        solve, walk[:, :, :CHUNK]
+    )  # W above Q e^G: what reads the memory
 
-    right = np.concatenate([values, left[:, :, :CHUNK]], axis=3)
-    right *= strength
-    solved = np.matmul(_inverse(system), right)  # (chunks, heads, CHUNK, 2*dim): U | W
-    fresh = solved[..., :dim]
-    reads = left  # [W; Q e^G]: the keys' half is no longer needed
-    reads[:, :, :CHUNK] = solved[..., dim:]
-    remaining = k * np.exp(total[:, :, -1:] - total)
-    remaining = remaining.transpose(0, 1, 3, 2)
-
-    seen = np.empty((chunks, heads, CHUNK, dim), np.float32)
+    reads = np.empty((chunks, heads, 2 * CHUNK, dim), np.float32)
+    keep = remaining.transpose(0, 2, 3, 1)
     for chunk in range(chunks):
-        read = np.matmul(reads[chunk], memory)
-        seen[chunk] = read[:, CHUNK:]
-        fresh[chunk] -= read[:, :CHUNK]
-        memory *= last[chunk, :, :, None]
-        memory += np.matmul(remaining[chunk], fresh[chunk])
-    seen += np.matmul(attend, fresh)
+        np.matmul(walk[chunk], memory, out=reads[chunk])
+        fresh[chunk] -= reads[chunk, :, :CHUNK]
+        memory *= last[chunk]
+        memory += np.matmul(keep[chunk], fresh[chunk])
+    seen = np.matmul(attend, fresh)
+    seen += reads[:, :, CHUNK:]
     out[part] = seen.transpose(0, 2, 1, 3).reshape(-1, heads, dim)[:count]
 
 
@@ -164,35 +161,60 @@ _LOWER = np.tril(np.ones((CHUNK, CHUNK), np.float32))
 _STRICT = np.tril(np.ones((CHUNK, CHUNK), np.float32), -1)
 
 
+def _by_chunk(x: Array) -> Array:
+    """(count, heads, width) -> (chunks, CHUNK, heads, width), zeros behind the last row."""
+    count = len(x)
+    chunks = -(-count // CHUNK)
+    if count == chunks * CHUNK:
+        return x.reshape(chunks, CHUNK, *x.shape[1:])
+    padded = np.empty((chunks * CHUNK, *x.shape[1:]), np.float32)
+    padded[:count] = x
+    padded[count:] = 0.0
+    return padded.reshape(chunks, CHUNK, *x.shape[1:])
+
+
+def _outside(x: Array) -> Array:
+    """Heads before tokens, as a view."""
+    return x.transpose(0, 2, 1, 3)
+
+
 def _pairs_by_difference(q: Array, k: Array, total: Array) -> Array:
-    """k.k and q.k with decay e^(G_i - G_j), for decays too fast to be split into two factors."""
+    """k.k and q.k with decay e^(G_i - G_j), for decays too fast to be split into two factors.
+
+    Shapes: q, k, total (chunks, heads, CHUNK, dim) -> (chunks, heads, 2*CHUNK, CHUNK)
+    """
     apart = total[:, :, :, None] - total[:, :, None]
     np.minimum(apart, 0.0, out=apart)
     np.exp(apart, out=apart)
     apart *= k[:, :, None]
-    return np.concatenate(
-        [np.matmul(apart, x[..., None])[..., 0] for x in (k, q)],
-        axis=2,
-    )
+    return np.concatenate([np.matmul(apart, x[..., None])[..., 0] for x in (k, q)], axis=2)
 
 
 def _inverse(system: Array) -> Array:
-    """(I + A)^-1 of strictly lower triangular A, by forward substitution, matrices innermost.
+    """(I + A)^-1 of strictly lower triangular A: two halves by substitution, then joined.
 
     Products such as (I - A)(I + A^2)... lose all digits when keys are alike.
 
     Shapes: system, result (chunks, heads, CHUNK, CHUNK)
     """
-    chunks, heads = system.shape[:2]
-    a = np.ascontiguousarray(system.transpose(2, 3, 0, 1)).reshape(CHUNK, CHUNK, -1)
-    np.negative(a, out=a)
-    inverse = np.zeros_like(a)
+    half = CHUNK // 2
+    a = system.reshape(-1, CHUNK, CHUNK)
+    count = len(a)
+    blocks = np.concatenate([a[:, :half, :half], a[:, half:, half:]]).reshape(2 * count, -1)
+    # matrices innermost, so that each call works on long rows
+    b = np.negative(blocks.T, order="C").reshape(half, half, 2 * count)
+    inverse = np.zeros_like(b)
     inverse[0, 0] = 1.0
-    for row in range(1, CHUNK):
+    for row in range(1, half):
         inverse[row, row] = 1.0
-        np.einsum("jn,jkn->kn", a[row, :row], inverse[:row, :row], out=inverse[row, :row])
-    back = inverse.reshape(CHUNK, CHUNK, chunks, heads).transpose(2, 3, 0, 1)
-    return np.ascontiguousarray(back)
+        np.add.reduce(b[row, :row, None] * inverse[:row, :row], axis=0, out=inverse[row, :row])
+    done = np.ascontiguousarray(inverse.reshape(half * half, -1).T).reshape(-1, half, half)
+    upper, lower = done[:count], done[count:]
+    out = np.zeros_like(a)
+    out[:, :half, :half] = upper
+    out[:, half:, half:] = lower
+    np.negative(np.matmul(lower, np.matmul(a[:, half:, :half], upper)), out=out[:, half:, :half])
+    return out.reshape(system.shape)
 
 
 def kda_out(o: Array, gate: Array, weight: Array, eps: float) -> Array:
