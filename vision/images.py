@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, WebPImagePlugin
 
 from engine.errors import OutOfMemory, RequestError
 from vision.containers import Format, Header, damaged, pixel_stream, read_container
@@ -41,6 +41,9 @@ _TURNS = {
 }
 
 warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
+# The library knows three of our four formats from the start; for a fourth it would load them all,
+# those that call other programs too.
+WebPImagePlugin.SUPPORTED  # noqa: B018 # imported to be registered
 
 
 def read_header(data: bytes, *, pixels: int = MAX_PIXELS, aspect: int = MAX_ASPECT) -> Header:

@@ -245,6 +245,32 @@ def test_the_librarys_own_limit_stays_on_and_its_warning_is_an_error() -> None:
     assert done.stdout == "error\n"
 
 
+def test_no_reader_of_another_format_is_even_loaded() -> None:
+    """O52, B-022: the allow-list is given by name, so nothing that calls a program is in reach."""
+    code = (
+        "import sys; from pathlib import Path; from engine.errors import RequestError\n"
+        "from vision.images import *\n"
+        "for name in sys.argv[1:]:\n"
+        "    data = Path(name).read_bytes()\n"
+        "    try: decode(data, read_header(data))\n"
+        "    except RequestError: pass\n"
+        "print(sorted(m[4:-11] for m in sys.modules if m.endswith('ImagePlugin')))"
+    )
+    names = ("control.webp", "cut_half.png", "short_idat.png", "doc.pdf", "plain.svg", "anim3.gif")
+    files = [str(FOLDER / name) for name in names]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *files], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(["Bmp", "Gif", "Jpeg", "Png", "Ppm", "WebP"])
+
+
+def test_a_header_that_fails_its_checksum_is_refused_before_it_is_believed() -> None:
+    """B-018: the size in it may be what was damaged."""
+    with pytest.raises(RequestError) as refused:
+        read_header((FOLDER / "bad_ihdr_crc.png").read_bytes())
+    assert refused.value.code == "invalid_image"
+
+
 def test_files_made_of_empty_parts_are_refused_in_time() -> None:
     """O51: a walk over chunks, segments or blocks is bounded."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 8, 2, 0, 0, 0))

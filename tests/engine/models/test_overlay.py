@@ -121,7 +121,7 @@ def test_spans_that_obey_the_law_are_taken(spans: Spans) -> None:
         [(5, 0, 3), (20, 4, 4)],
         [(20, 0, 4), (5, 4, 4)],
         [(-1, 0, 8)],
-        [(5, -1, 8)],
+        [(5, -1, 9)],
         [(5, 0, 9)],
         [],
     ],
@@ -283,15 +283,15 @@ def test_a_splice_that_is_refused_leaves_the_target_untouched() -> None:
     overlay = an_overlay([(1, 0, 4)], device)
     ops = ReferenceOps(device)
     foreign = a_device(ordinal=1)
-    cases: list[tuple[HostDevice, tuple[int, ...], type[RequestFault]]] = [
-        (device, (5, HIDDEN + 1), ShapeMismatch),
-        (device, (4, HIDDEN), ShapeMismatch),
-        (device, (5, 2, HIDDEN), ShapeMismatch),
-        (foreign, (5, HIDDEN), NotResident),
+    cases: list[tuple[HostDevice, tuple[int, ...], type[RequestFault], str]] = [
+        (device, (5, HIDDEN + 1), ShapeMismatch, "8 wide"),
+        (device, (4, HIDDEN), ShapeMismatch, "ends at row 5, the call has 4"),
+        (device, (5, 2, HIDDEN), ShapeMismatch, "8 wide"),
+        (foreign, (5, HIDDEN), NotResident, "cpu:1"),
     ]
-    for where, shape, error in cases:
+    for where, shape, error, line in cases:
         x = where.zeros(shape, np.float32)
-        with pytest.raises(error):
+        with pytest.raises(error, match=line):
             splice(x, overlay, where, ops)
         assert not x.any()
 
