@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from app.gate import OPEN_PATHS, Gate, Keys
 from app.identity import Identity
@@ -13,7 +14,16 @@ from app.openapi import document
 from app.routes import chat, completions, docs, faults, health, models, tokens
 from app.services import Services
 
-__all__ = ["Services", "build_app"]
+__all__ = ["ROUTERS", "Services", "build_app", "contract"]
+
+ROUTERS: Sequence[APIRouter] = (
+    health.router,
+    models.router,
+    chat.router,
+    completions.router,
+    tokens.router,
+    docs.router,
+)
 
 
 def build_app(services: Services) -> FastAPI:
@@ -26,14 +36,12 @@ def build_app(services: Services) -> FastAPI:
     app.state.services = services
     app.state.keys = keys
     app.state.identity = Identity.of(services.config.engine)
-    parts = [health, models, chat, completions, tokens, docs]
-    if services.config.fault_injection:
-        parts.append(faults)
-    for part in parts:
-        app.include_router(part.router)
+    routers = [*ROUTERS, faults.router] if services.config.fault_injection else ROUTERS
+    for router in routers:
+        app.include_router(router)
     app.add_middleware(
         Gate,
-        routes=[route for part in parts for route in part.router.routes],
+        routes=[route for router in routers for route in router.routes],
         keys=keys,
         metrics=services.metrics,
         open_paths=OPEN_PATHS | ({"/metrics"} if services.config.metrics_open else set()),
@@ -53,8 +61,12 @@ class _Api(FastAPI):
             redoc_url=None,
         )
 
-    @functools.cache  # noqa: B019 - one app a process
     def openapi(self) -> dict[str, Any]:
-        """The document of this contract (O5 to O92), made once."""
-        identity: Identity = self.state.identity
-        return document(self, identity.version)
+        """The document of this contract, made once."""
+        return contract()
+
+
+@functools.cache
+def contract() -> dict[str, Any]:
+    """The OpenAPI document of every public route."""
+    return document([route for router in ROUTERS for route in router.routes])

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute
 
 from app.schemas.chat import ChatChunk, ChatRequest
 from app.schemas.completions import CompletionChunk, CompletionRequest
 from app.schemas.tokens import DetokenizeRequest, TokenizeRequest
 
+CONTRACT: Final = "1"  # of this contract; the program's version is under /version
 _BODIES: Final[Sequence[type[BaseModel]]] = (
     ChatRequest,
     CompletionRequest,
@@ -28,17 +29,22 @@ _ABOUT: Final = (
 )
 
 
-def document(app: FastAPI, version: str) -> dict[str, Any]:
+def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     """The whole document; the same for the same program, whatever model it serves."""
-    told = get_openapi(title="Stagelight", version=version, description=_ABOUT, routes=app.routes)
+    told = get_openapi(
+        title="Stagelight", version=CONTRACT, description=_ABOUT, routes=list(routes)
+    )
     schemas = told["components"]["schemas"]
     schemas |= _schemas(_BODIES, "validation") | _schemas(_EVENTS, "serialization")
     told["components"]["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)  # the framework's own error, which this server never answers
     for path, operations in told["paths"].items():
         for operation in operations.values():
+            operation["responses"].pop("422", None)
             # an empty choice stands first: without a configured key none is needed
             operation["security"] = [] if path in _OPEN else [{}, {"bearer": []}, {"apiKey": []}]
     return told

@@ -196,7 +196,7 @@ class Server:
             transport=httpx.ASGITransport(self.app), base_url="http://server", headers=headers
         )
 
-    def ask(self, text: str = "hi", **fields: Any) -> dict[str, Any]:
+    def ask(self, text: str = "hi", /, **fields: Any) -> dict[str, Any]:
         """The body of a chat request."""
         return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
 

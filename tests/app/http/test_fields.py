@@ -153,6 +153,7 @@ def test_every_known_field_has_a_row(path: str) -> None:
 async def test_a_field_is_honoured_listed_or_refused_by_name(path: str, field: Field) -> None:
     """O21 to O25: every value of the row, null and absent; `param` is the field."""
     base = ROUTES[path][0]
+    cases: list[tuple[Any, str | None, bool]]
     cases = [(value, None, False) for value in (*field.good, None)]
     cases += [(value, None, True) for value in field.ignored]
     cases += [(value, VALUE, False) for value in field.bad]

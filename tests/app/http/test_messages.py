@@ -56,7 +56,7 @@ GOOD: dict[str, Any] = {
     "answer sent back": [USER, {"role": "assistant", "content": "a", "refusal": None,
                                 "annotations": [], "audio": None, "function_call": None,
                                 "reasoning_content": "hm", "tool_calls": None}, USER],
-    "refusal part": [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
+    "refusal": [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
     "no calls": [{"role": "assistant", "content": "a", "tool_calls": []}, USER],
 }  # fmt: skip
 
@@ -71,6 +71,7 @@ async def test_what_clients_send_is_taken(messages: Any) -> None:
 TYPE, VALUE, MISSING = "invalid_type", "invalid_value", "missing_required_parameter"
 PART = f"{CONTENT}[0]"
 URL = f"{PART}.image_url"
+NO_ROLES: list[Any] = [None, 5, [], {}]
 BAD: dict[str, tuple[Any, str, str]] = {
     "no messages": ([], VALUE, "messages"),
     "null": (None, TYPE, "messages"),
@@ -79,8 +80,8 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "no object": ([5], TYPE, "messages[0]"),
     **{f"role {role}": ([{**USER, "role": role}], VALUE, "messages[0].role")
        for role in ("banana", "User", "", "function")},
-    **{f"role {role}": ([{**USER, "role": role}], TYPE, "messages[0].role")
-       for role in (None, 5, [], {})},
+    **{f"role {other}": ([{**USER, "role": other}], TYPE, "messages[0].role")
+       for other in NO_ROLES},
     "no role": ([{"content": "hi"}], MISSING, "messages[0].role"),
     **{f"content {content}": (user(content), TYPE, CONTENT)
        for content in (None, 5, True, {"text": "hi"})},
