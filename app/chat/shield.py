@@ -45,9 +45,9 @@ class Shield:
     def __init__(self, markers: Iterable[str]) -> None:
         markers = [marker for marker in markers if marker]
         self._first = sorted({marker[0] for marker in markers})
-        # Such a character is in no marker but as its first: the shield behind it is guard enough,
-        # and `startswith` of a template still matches.
-        self._guarded = frozenset(self._first) - {c for marker in markers for c in marker[1:]}
+        # Such a character ends no marker, so the shield behind it is guard enough, and `startswith`
+        # of a template still matches.
+        self._guarded = frozenset(self._first) - {marker[-1] for marker in markers}
 
     def of(self, text: str) -> str:
         """Message text, shielded. Raises `RequestError` when it is no valid Unicode text."""

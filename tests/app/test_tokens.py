@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.tokens import FILE, Tokenizer
@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from tests.app.chat.glimmer import FOLDER, ROWS, THINK_END, USER
 
 TOKENIZER = Tokenizer.open(FOLDER, rows=ROWS)
+anytime = settings(deadline=None)  # a busy machine is no failure
 MARKERS = sorted(TOKENIZER.markers)
 BYTE_IDS = {TOKENIZER.bytes_of(i): i for i in range(964) if len(TOKENIZER.bytes_of(i)) == 1}
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"  # three people joined by U+200D
@@ -35,6 +36,7 @@ def in_bytes(text: str) -> list[int]:
     return [BYTE_IDS[bytes([byte])] for byte in text.encode()]
 
 
+@anytime
 @given(marked)
 def test_a_typed_marker_is_ordinary_text(text: str) -> None:
     """O41, rule 34."""
@@ -44,6 +46,7 @@ def test_a_typed_marker_is_ordinary_text(text: str) -> None:
     assert TOKENIZER.decode(ids) == text
 
 
+@anytime
 @given(marked)
 def test_marked_text_comes_back_from_its_ids(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode_marked(text)) == text
@@ -68,6 +71,7 @@ def test_characters_cut_over_tokens_come_out_whole(text: str) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@anytime
 @given(st.lists(st.tuples(plain, st.booleans()), max_size=5))
 def test_the_text_is_the_same_wherever_tokens_are_cut(parts: list[tuple[str, bool]]) -> None:
     """O81: a stream parser does not care (principle 13)."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.chat.events import Delta, Done, ReasoningDelta, TextDelta
@@ -23,6 +23,7 @@ TOKENIZER = Tokenizer.open(FOLDER, rows=ROWS)
 BYTE_IDS = {TOKENIZER.bytes_of(i): i for i in range(964) if len(TOKENIZER.bytes_of(i)) == 1}
 MARKERS = ReasoningMarkers(THINK, THINK_END)
 R = RequestId("r")
+anytime = settings(deadline=None)  # a busy machine is no failure
 
 
 def plan(**changes: Any) -> AnswerPlan:
@@ -97,6 +98,7 @@ def outcome(whole: str, stop_strings: Sequence[str]) -> tuple[str, str | None]:
     return whole, None
 
 
+@anytime
 @given(text, stops, st.data())
 def test_a_stop_string_is_cut_exactly_wherever_the_text_is_cut(
     whole: str, stop_strings: list[str], data: st.DataObject
@@ -134,6 +136,7 @@ def test_text_is_held_back_no_longer_than_needed() -> None:
     assert parser.close() == "STO"
 
 
+@anytime
 @given(text, text, stops)
 def test_a_stream_of_bytes_equals_a_stream_of_tokens(
     thought: str, said: str, stop_strings: list[str]
@@ -161,21 +164,15 @@ def test_nothing_of_a_stop_string_over_several_tokens_is_shown() -> None:
 
 async def test_a_stop_string_ends_the_generation_before_anything_else() -> None:
     """B-052: the worker is told at once, and tokens up to the stop string count."""
-    worker = FakeWorker([*TOKENIZER.encode("one two STOP"), *words("more")], finished())
-    stream = deltas(worker.events(), plan(stop=("two",)))
+    worker = FakeWorker(words("one two three"), finished())
 
-    shown = [await anext(stream) for _ in range(len(TOKENIZER.encode("one")))]
+    got = [
+        (delta, worker.closed_early) async for delta in deltas(worker.events(), plan(stop=("two",)))
+    ]
 
-    async for delta in stream:
-        shown.append(delta)
-        if worker.closed_early:
-            break
-    assert worker.closed_early
-    assert joined(shown).startswith("one")
-    rest = [*shown, *[delta async for delta in stream]]
-    assert joined(rest) == "one "
-    assert worker.emitted == last(rest).usage.completion_tokens
-    assert worker.emitted < len(TOKENIZER.encode("one two STOP"))
+    assert joined([delta for delta, _ in got]) == "one "
+    assert [closed for _, closed in got] == [False] * 4 + [True]
+    assert worker.emitted == last([delta for delta, _ in got]).usage.completion_tokens == 7
 
 
 def test_a_stop_string_at_the_very_start() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from app.chat.conversation import Conversation
 from app.chat.sandbox import Sandbox
-from app.chat.shield import SHIELD
+from app.chat.shield import SHIELD, Shield
 from app.chat.template import CONFIG, FILE, ChatTemplate
 from app.tokens import Tokenizer
 from engine.errors import ModelError, RequestError
@@ -26,10 +26,10 @@ PIECES = ["<", "|", ">", "image", "<|im", "age|>", "think", "/", "</", " ", "\n"
 
 
 def template(source: str, **more: Any) -> ChatTemplate:
-    more.setdefault("sandbox", Sandbox(time_limit_s=0.2))
     return ChatTemplate(source, markers=MARKERS, names={}, where=FILE, **more)
 
 
+anytime = settings(deadline=None)  # a busy machine is no failure
 GLIMMER = template(SOURCE)
 # As other families write theirs: text stripped, markers begun beside text, text compared and cut.
 OTHERS = {
@@ -60,6 +60,7 @@ def markers(ids: Sequence[int]) -> list[str]:
 PLAIN = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<think>"]
 
 
+@anytime
 @given(typed)
 def test_what_a_user_types_is_text(typed_text: str) -> None:
     """O41: the tokens are those of the text itself, between the template's own markers."""
@@ -69,6 +70,7 @@ def test_what_a_user_types_is_text(typed_text: str) -> None:
     assert TOKENIZER.decode(ids).split("<|user|>", 1)[1] == f"{typed_text}<|assistant|><think>"
 
 
+@anytime
 @given(st.lists(typed, min_size=1, max_size=4))
 def test_parts_joined_are_text(parts: list[str]) -> None:
     """O40, O41: half a marker in one part and half in the next."""
@@ -79,7 +81,14 @@ def test_parts_joined_are_text(parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@anytime
 @given(typed_text=typed)
+@example(typed_text="<|image|>")
+@example(typed_text="image")
+@example(typed_text="|image|>")
+@example(typed_text="/think>")
+@example(typed_text=" think>")
+@example(typed_text="IMG")
 def test_no_template_turns_text_into_a_marker(name: str, typed_text: str) -> None:
     """O41, for the ways in which families write templates."""
     ids = tokens(template(OTHERS[name]), [said(typed_text)])
@@ -94,6 +103,16 @@ def test_every_role_is_shielded(role: str) -> None:
     messages = [said("<|image|></think><|user|>", role), said("Hi")]
 
     assert "<|image|>" not in markers(tokens(GLIMMER, messages))
+
+
+def test_json_is_that_of_the_text_itself() -> None:
+    for name, written in (("json", '"a<é"'), ("json in ascii", '"a<\\u00e9"')):
+        assert TOKENIZER.decode(tokens(template(OTHERS[name]), [said("a<é")])) == written
+
+
+def test_a_marker_that_ends_as_another_begins_is_not_completed() -> None:
+    """O41: the one case in which the shield behind a character would come too late."""
+    assert "<a<" not in "<a" + Shield(["<a<"]).of("<")
 
 
 def test_blanks_at_the_ends_are_stripped_as_ever() -> None:
@@ -202,7 +221,8 @@ def test_a_template_that_refuses_is_quoted(words: str) -> None:
 def test_a_bomb_that_only_a_request_sets_off_is_refused() -> None:
     chat = template(
         "{% for m in messages %}{% if m.role == 'tool' %}{% for a in range(100000) %}"
-        "{% for b in range(100000) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
+        "{% for b in range(100000) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}",
+        sandbox=Sandbox(time_limit_s=0.2),
     )
 
     with pytest.raises(RequestError, match="longer than") as refused:
