@@ -127,16 +127,18 @@ class Server:
         self._listen_to_signals()
         for line in self._config.warnings:
             _say(line)
-        announce = asyncio.create_task(self._announce())
+        announce: asyncio.Task[None] | None = None
         try:
             await self._supervisor.start()
             answering = await asyncio.to_thread(self._prepare)
             self._moves.open(answering.log_move)
             answering.start(self._listener)
+            announce = asyncio.create_task(self._announce())
             self._reload_keys_into(answering)
             return await self._until_the_end(answering)
         finally:
-            announce.cancel()
+            if announce is not None:
+                announce.cancel()
             self._progress.close()
             await self._supervisor.stop()
 

@@ -48,9 +48,10 @@ WORKER: Final = (sys.executable, "-P", "-m", "app.worker")  # -P: a folder `app`
 
 ORDER_S: Final = 1.0  # for a worker to take an order to fail
 
-# `faulted` and `hung` last at least so long, with the worker killed at once: a probe that comes by
-# ten times a second must be able to see why (R91); the contract allows 1 s.
-VISIBLE_S: Final = 0.2
+# The worker is killed at once, yet `faulted` and `hung` are told for so long, or until the next
+# worker has loaded: a probe that comes by a few times a second must be able to see why (R91). This
+# costs no time, because the next worker starts meanwhile; the contract allows 1 s.
+VISIBLE_S: Final = 0.5
 
 _LOST = "The worker that ran this request was lost to a fault; try again."
 _STALLED = "The worker that ran this request made no more progress and was ended; try again."
@@ -109,7 +110,7 @@ class Supervisor:
         self._life: _Life | None = None
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
-        self._lost_at = 0.0
+        self._recovery: tuple[int, str] | None = None  # told when it has been `faulted` long enough
         self._pings = 0
         self._heard: dict[int, asyncio.Future[None]] = {}  # pings that an order waits for
 
@@ -193,8 +194,8 @@ class Supervisor:
             if delay is None:
                 self._give_up(_code(life), f"the restart budget is spent; last: {_cause(life)}")
                 return
-            await asyncio.sleep(VISIBLE_S - min(VISIBLE_S, monotonic() - self._lost_at))
-            self._health.recover(len(self._deaths), _cause(life))
+            self._recovery = (len(self._deaths), _cause(life))
+            asyncio.get_running_loop().call_later(VISIBLE_S, self._recover)
             await asyncio.sleep(delay)
             generation += 1
             self.restarts += 1
@@ -210,11 +211,21 @@ class Supervisor:
             on_events=self._client.on_frame,
         )
         self._life = _Life(process)
-        self._show(process)
+        self._show()
 
-    def _show(self, process: WorkerProcess) -> None:
-        self._forget_old_deaths()
-        self._health.worker = WorkerView(process.pid, process.generation, len(self._deaths))
+    def _recover(self) -> None:
+        """The old worker is gone and was told long enough; does nothing a second time."""
+        if self._recovery is not None and not self._stopping:
+            attempt, why = self._recovery
+            self._recovery = None
+            self._health.recover(attempt, why)
+            self._show()
+
+    def _show(self) -> None:
+        if self._life is not None and self._recovery is None:
+            process = self._life.process
+            self._forget_old_deaths()
+            self._health.worker = WorkerView(process.pid, process.generation, len(self._deaths))
 
     async def _watch(self, life: _Life) -> None:
         """Ping and judge until the process is gone, whoever ended it."""
@@ -291,7 +302,7 @@ class Supervisor:
                 self._health.heard(notice)
                 if notice.n in self._heard:
                     self._heard.pop(notice.n).set_result(None)
-                self._show(life.process)
+                self._show()
                 life.progress_at = monotonic() - notice.progress_age_s
                 oldest = max(notice.stages, key=lambda s: s.last_result_age_s, default=None)
                 life.stage = oldest.stage if oldest else 0
@@ -301,6 +312,7 @@ class Supervisor:
                     self._on_loading(notice)
             case Loaded():
                 life.judged_since = monotonic()
+                self._recover()
                 self._health.warming(notice)
             case Ready():
                 self._serve(life)
@@ -339,7 +351,7 @@ class Supervisor:
         """The worker is lost: to a fault, or (None) to a hang. The first reason counts."""
         if life.fault is not None or life.hung:
             return
-        self._lost_at = monotonic()
+        self._recover()
         self._client.detach()
         if fault is None:
             life.hung = True
