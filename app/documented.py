@@ -31,22 +31,31 @@ _RETRY: Final = {
 
 
 def documented(
-    answer: type[BaseModel], errors: tuple[int, ...], chunk: type[BaseModel] | None = None
+    answer: type[BaseModel],
+    errors: tuple[int, ...] = (),
+    *,
+    also: tuple[int, ...] = (),
+    chunk: type[BaseModel] | None = None,
 ) -> Responses:
     """The `responses` of a route.
 
+    Schemas are referred to by name (`app.openapi` adds them): the framework would make a serialiser
+    of each at start, for answers that this server writes itself.
+
     Args:
         answer: the body of a 200.
-        errors: the statuses it may answer with beside that.
+        errors: the statuses with an error object.
+        also: further statuses with the body of the 200.
         chunk: what the events of a stream hold, where there is one.
     """
-    good: dict[str, Any] = {"model": answer, "description": "The answer."}
+    content = _json(answer)
     if chunk is not None:
         schema = {"type": "string", "description": f"`data:` lines, each a {chunk.__name__}"}
-        good["content"] = {"text/event-stream": {"schema": schema}}
-    told: Responses = {200: good}
+        content["text/event-stream"] = {"schema": schema}
+    good = {"description": "The answer.", "content": content}
+    told: Responses = dict.fromkeys((200, *also), good)
     for status in errors:
-        told[status] = {"model": ErrorBody, "description": _MEANING[status]}
+        told[status] = {"description": _MEANING[status], "content": _json(ErrorBody)}
         if status == 503:
             told[status]["headers"] = _RETRY
     return told
@@ -54,7 +63,8 @@ def documented(
 
 def takes(body: type[Strict]) -> dict[str, Any]:
     """The `openapi_extra` of a route that reads its JSON body itself, in the order of O1."""
-    reference = {"$ref": f"#/components/schemas/{body.__name__}"}
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}
-    }
+    return {"requestBody": {"required": True, "content": _json(body)}}
+
+
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}

@@ -10,9 +10,11 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute
 
-from app.schemas.chat import ChatChunk, ChatRequest
-from app.schemas.completions import CompletionChunk, CompletionRequest
-from app.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from app.schemas.chat import ChatChunk, ChatCompletion, ChatRequest
+from app.schemas.completions import Completion, CompletionChunk, CompletionRequest
+from app.schemas.models import Alive, HealthBody, ModelCard, ModelList, Version
+from app.schemas.shared import ErrorBody
+from app.schemas.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
 CONTRACT: Final = "1"  # of this contract; the program's version is under /version
 _BODIES: Final[Sequence[type[BaseModel]]] = (
@@ -21,7 +23,20 @@ _BODIES: Final[Sequence[type[BaseModel]]] = (
     TokenizeRequest,
     DetokenizeRequest,
 )
-_EVENTS: Final[Sequence[type[BaseModel]]] = (ChatChunk, CompletionChunk)
+_ANSWERS: Final[Sequence[type[BaseModel]]] = (
+    ChatCompletion,
+    ChatChunk,
+    Completion,
+    CompletionChunk,
+    Tokenized,
+    Detokenized,
+    ModelCard,
+    ModelList,
+    Version,
+    Alive,
+    HealthBody,
+    ErrorBody,
+)
 _OPEN: Final = ("/health", "/health/live")
 _ABOUT: Final = (
     "OpenAI-compatible inference for multimodal language models. Every answer carries "
@@ -34,17 +49,16 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     told = get_openapi(
         title="Stagelight", version=CONTRACT, description=_ABOUT, routes=list(routes)
     )
-    schemas = told["components"]["schemas"]
-    schemas |= _schemas(_BODIES, "validation") | _schemas(_EVENTS, "serialization")
-    told["components"]["securitySchemes"] = {
-        "bearer": {"type": "http", "scheme": "bearer"},
-        "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    told["components"] = {
+        "schemas": _schemas(_BODIES, "validation") | _schemas(_ANSWERS, "serialization"),
+        "securitySchemes": {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        },
     }
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)  # the framework's own error, which this server never answers
     for path, operations in told["paths"].items():
         for operation in operations.values():
-            operation["responses"].pop("422", None)
+            operation["responses"].pop("422", None)  # the framework's own, never answered here
             # an empty choice stands first: without a configured key none is needed
             operation["security"] = [] if path in _OPEN else [{}, {"bearer": []}, {"apiKey": []}]
     return told

@@ -34,9 +34,9 @@ from app.schemas.shared import parsed
 from app.services import record_of, services_of
 from app.sse import EventStream, while_connected
 
-router = APIRouter(tags=["generation"])
+router = APIRouter(default_response_class=Response, tags=["generation"])
 
-_RESPONSES: Any = documented(ChatCompletion, ANSWERS_POST, ChatChunk)
+_RESPONSES: Any = documented(ChatCompletion, ANSWERS_POST, chunk=ChatChunk)
 
 
 @router.post("/v1/chat/completions", responses=_RESPONSES, openapi_extra=takes(ChatRequest))

@@ -40,9 +40,9 @@ from app.schemas.shared import parsed
 from app.services import record_of, services_of
 from app.sse import EventStream, while_connected
 
-router = APIRouter(tags=["generation"])
+router = APIRouter(default_response_class=Response, tags=["generation"])
 
-_RESPONSES: Any = documented(Completion, ANSWERS_POST, CompletionChunk)
+_RESPONSES: Any = documented(Completion, ANSWERS_POST, chunk=CompletionChunk)
 
 
 @router.post("/v1/completions", responses=_RESPONSES, openapi_extra=takes(CompletionRequest))

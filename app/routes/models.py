@@ -17,7 +17,7 @@ from app.services import Services, services_of
 from engine.errors import RequestError
 from engine.messages import Loaded
 
-router = APIRouter(tags=["models"])
+router = APIRouter(default_response_class=Response, tags=["models"])
 
 
 @router.get("/v1/models", responses=documented(ModelList, ANSWERS_GET))

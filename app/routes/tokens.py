@@ -21,7 +21,7 @@ from app.schemas.tokens import (
 from app.services import services_of
 from app.sse import while_connected
 
-router = APIRouter(tags=["tokens"])
+router = APIRouter(default_response_class=Response, tags=["tokens"])
 
 
 @router.post(

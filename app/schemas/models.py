@@ -96,7 +96,7 @@ class Alive(Answer):
 class HealthBody(BaseModel):
     """The state of the server (O95); states add fields of their own."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", defer_build=True)
 
     status: str
     ready: bool

@@ -29,7 +29,7 @@ class Strict(BaseModel):
 class Answer(BaseModel):
     """A part of an answer; these models describe answers in the OpenAPI document."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
 def _whole(value: Any) -> Any:
