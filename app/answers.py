@@ -73,7 +73,11 @@ def note_request(record: RequestRecord, fields: GenerationFields) -> None:
 
 
 def note_prompts(
-    record: RequestRecord, fields: GenerationFields, prompts: Sequence[Prompt], bound_name: str
+    services: Services,
+    record: RequestRecord,
+    fields: GenerationFields,
+    prompts: Sequence[Prompt],
+    bound_name: str,
 ) -> None:
     """Write down what the prompts cost.
 
@@ -84,6 +88,8 @@ def note_prompts(
     record.image_tokens = sum(prompt.image_tokens for prompt in prompts)
     record.images = sum(len(prompt.pictures) for prompt in prompts)
     for prompt in prompts:
+        if prompt.pictures:
+            services.metrics.decoded(prompt.decode_s)
         if prompt.cut_to is not None:
             record.ignored.append(f"{bound_name}={prompt.cut_to}")
         if (fields.min_tokens or 0) > prompt.max_tokens:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, Final, ParamSpec, TypeVar
 
 from app.chat.conversation import Conversation, Messages, texts
@@ -49,6 +50,7 @@ class Prompt:
         image_tokens: how many of them are placeholders.
         max_tokens: bound on the answer: as asked, or what the context leaves.
         cut_to: the same number where `clamp` lowered what was asked, else None.
+        decode_s: seconds that decoding and cutting the pictures took, waiting for a place included.
     """
 
     tokens: tuple[int, ...] = field(repr=False)
@@ -56,6 +58,7 @@ class Prompt:
     image_tokens: int = 0
     max_tokens: int
     cut_to: int | None = None
+    decode_s: float = field(default=0.0, compare=False)
     starts_in_reasoning: bool = False
 
 
@@ -157,6 +160,7 @@ class Prompter:
             add_generation_prompt=add_generation_prompt,
         )
         bound, cut_to = self._room(draft, loaded, max_tokens, bound_name)
+        began = monotonic()
         pictures = await decode(draft.planned, self._decoding) if draft.planned else []
         return Prompt(
             tokens=tuple(draft.tokens),
@@ -164,6 +168,7 @@ class Prompter:
             image_tokens=draft.image_tokens,
             max_tokens=bound,
             cut_to=cut_to,
+            decode_s=monotonic() - began,
             starts_in_reasoning=self._ends_in_reasoning(draft.tokens),
         )
 

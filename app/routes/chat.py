@@ -58,7 +58,7 @@ async def chat(request: Request) -> Response:
             max_tokens=fields.bound,
             bound_name=fields.bound_name,
         )
-        note_prompts(record, fields, [prompt], fields.bound_name)
+        note_prompts(services, record, fields, [prompt], fields.bound_name)
         answer = generation(
             services, fields, prompt, record, name=record.request_id, split_reasoning=True
         )

@@ -66,7 +66,7 @@ async def completions(request: Request) -> Response:
                 for text in fields.prompt
             )
         )
-        note_prompts(record, fields, prompts, "max_tokens")
+        note_prompts(services, record, fields, prompts, "max_tokens")
         heading = Heading(
             id=f"cmpl-{secrets.token_hex(12)}",
             object="text_completion",

@@ -214,6 +214,21 @@ async def test_requests_tokens_and_times_are_counted() -> None:
     assert "knows" not in text
 
 
+async def test_pictures_are_timed_and_counted() -> None:
+    """O101: one observation a request with pictures; image rows beside text."""
+    server = a_server()
+    async with server.client() as http:
+        content = [picture(), picture()]
+        await http.post(
+            CHAT, json=server.ask() | {"messages": [{"role": "user", "content": content}]}
+        )
+        await http.post(CHAT, json=server.ask())
+        text = (await http.get("/metrics")).text
+    rows = sum(picture.tokens for picture in server.engine.seen[0].pictures)
+    assert "stagelight_image_decode_seconds_count 1.0\n" in text
+    assert f"stagelight_image_tokens_total {float(rows)}\n" in text
+
+
 async def test_refusals_are_counted_by_reason() -> None:
     """O101: `admission_rejections_total{reason}`."""
     server = a_server(capacity=0)

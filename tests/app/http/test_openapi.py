@@ -37,10 +37,10 @@ PUBLIC = {
 
 
 async def test_the_file_in_the_repository_is_what_the_server_says() -> None:
-    """Item 10: `python -m scripts.export_openapi` writes it."""
+    """Item 10: `python scripts/export_openapi.py` writes it."""
     async with a_server().client() as http:
         served = (await http.get("/openapi.json")).json()
-    assert orjson.loads(FILE.read_bytes()) == served, "stale: run python -m scripts.export_openapi"
+    assert orjson.loads(FILE.read_bytes()) == served, "stale: run python scripts/export_openapi.py"
 
 
 def test_every_public_path_is_described_with_all_its_errors() -> None:
