@@ -125,16 +125,21 @@ def _over_white(image: Image.Image, header: Header) -> Image.Image:
         # The key is in stored levels, the pixels were spread over 0 to 255.
         image.info["transparency"] = key * 255 // ((1 << header.depth) - 1)
     if not image.has_transparency_data:
-        rgb = image.convert("RGB")
+        rgb = _as(image, "RGB")
     else:
-        rgba = image.convert("RGBA")
+        rgba = _as(image, "RGBA")
         rgb = Image.new("RGB", image.size, WHITE)
-        rgb.paste(rgba, mask=rgba.getchannel("A"))
+        rgb.paste(rgba, mask=rgba)
     if header.frame is None or header.frame == (0, 0, *image.size):
         return rgb
     canvas = Image.new("RGB", image.size, WHITE)
     canvas.paste(rgb.crop(header.frame), header.frame[:2])
     return canvas
+
+
+def _as(image: Image.Image, mode: str) -> Image.Image:
+    """`convert`, which would copy a large picture even when there is nothing to convert."""
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _sixteen_bit(image: Image.Image, stream: bytes) -> Image.Image:
