@@ -89,11 +89,15 @@ class Rows:
     @cached_property
     def owners(self) -> Array:
         """Which sequence each row belongs to. Shapes: (rows,) i64."""
+        if self.decode == self.sequences:
+            return np.arange(self.sequences)
         return np.repeat(np.arange(self.sequences), np.diff(self.starts))
 
     @cached_property
     def positions(self) -> Array:
         """Index of each row in its sequence. Shapes: (rows,) i64."""
+        if self.decode == self.sequences:
+            return self.context.astype(np.int64)
         shift = self.context.astype(np.int64) - self.starts[:-1]
         return np.arange(int(self.starts[-1])) + shift[self.owners]
 

@@ -255,9 +255,9 @@ def index_write_case(name: str, dim: int) -> Case:
     return Case(name, got, want, atol=0.0, rtol=0.0)
 
 
-def pool_case(name: str, pool: int, dim: int, *, invalid: bool) -> Case:
+def pool_case(name: str, pool: int, dim: int, *, invalid: bool, steep: float = 1.0) -> Case:
     rows = step(name)
-    keys, gates, ape = paged(dim, rows, 1), paged(dim, rows, 2), normal(pool, dim, seed=3)
+    keys, gates, ape = paged(dim, rows, 1), paged(dim, rows, 2) * steep, normal(pool, dim, seed=3)
     valid = np.isfinite(keys[:, :, 0]).astype(np.uint8)
     if invalid:
         valid[:, ::3] = 0
@@ -478,6 +478,8 @@ CASES: dict[str, list[Case]] = {
         linear_case(1, 7, 5, bias=False),
         linear_case(1, 64, 33, bias=True),
         linear_case(2, 3, 1, bias=True),
+        linear_case(2, 33, 70, bias=False),
+        linear_case(3, 33, 70, bias=False),
         linear_case(19, 20, 65, bias=False),
     ],
     "head_linear": [head_case(1, 3, 5, 2), head_case(6, 2, 4, 7), head_case(17, 1, 1, 1)],
@@ -502,6 +504,8 @@ CASES: dict[str, list[Case]] = {
         hyper_case(1, 4, 12, rounds=20, eps=1e-6, steep=0.1),
         hyper_case(1, 4, 12, rounds=3, eps=0.004, steep=0.1),
         hyper_case(1, 4, 12, rounds=1, eps=0.004, steep=0.1),
+        hyper_case(2, 4, 12, rounds=20, eps=0.004, steep=0.1),
+        hyper_case(3, 4, 12, rounds=20, eps=1e-6, steep=0.1),
         hyper_case(7, 4, 12, rounds=20, eps=0.004, steep=0.1),
         hyper_case(7, 4, 12, rounds=1, eps=0.004, steep=0.1),
         hyper_case(5, 2, 9, rounds=4, eps=0.01, steep=0.1),
@@ -536,6 +540,7 @@ CASES: dict[str, list[Case]] = {
         *[pool_case(name, 4, 5, invalid=False) for name in STEPS],
         pool_case("answers beside prompts", 8, 3, invalid=False),
         pool_case("a first prompt", 4, 5, invalid=True),
+        pool_case("a first prompt", 4, 5, invalid=False, steep=100.0),
     ],
     "index_select": [
         *[select_case(name, 4, 8) for name in STEPS],
@@ -566,6 +571,7 @@ CASES: dict[str, list[Case]] = {
         experts_case(1, 5, 2, shared=1, limit=1.5),
         experts_case(1, 20, 3, shared=2, limit=None),
         experts_case(2, 5, 2, shared=1, limit=1.5),
+        experts_case(3, 5, 2, shared=1, limit=1.5),
         experts_case(9, 5, 3, shared=2, limit=0.5),
         experts_case(9, 20, 3, shared=1, limit=0.5),
         experts_case(40, 5, 2, shared=2, limit=1.5),

@@ -8,9 +8,9 @@ from engine.device.device import Array
 from engine.errors import ShapeMismatch
 from engine.ops.spec import Rows
 
-MASKED_KEYS = 1024  # up to so many keys, all with a mask cost less than gathering the selected
+MASKED_WIDTHS = 2.5  # up to so many selections' worth of keys, a mask over all beats gathering
 QUERY_BLOCK = 128  # rows scored at once; those before the diagonal block are not computed
-GATHER_ELEMENTS = 1 << 21  # of one block of gathered rows
+GATHER_ELEMENTS = 1 << 19  # of one block of gathered rows, 2 MB
 
 
 def write_rows(pages: Array, values: Array, rows: Rows) -> None:
@@ -73,12 +73,10 @@ def latent_attention(
         _gathered(q[part], latents, rows, rows.owners[part], selected[part], out[part])
     for number, (first, count, context, _) in enumerate(rows.segments[alone:], alone):
         part, seen = slice(first, first + count), context + count
-        if selected is None:
+        if selected is None or (count > 1 and seen <= MASKED_WIDTHS * selected.shape[1]):
             keys = gather(latents, rows, number, seen, seen)
-            _causal(q[part], keys, context, out[part])
-        elif count > 1 and seen <= MASKED_KEYS:
-            keys = gather(latents, rows, number, seen, seen)
-            _masked(q[part], keys, selected[part], out[part])
+            chosen = None if selected is None else selected[part]
+            _all_keys(q[part], keys, context, chosen, out[part])
         else:
             _gathered(q[part], latents, rows, rows.owners[part], selected[part], out[part])
     return out
@@ -92,6 +90,11 @@ def attend(q: Array, keys: Array, values: Array, hidden: Array | None) -> Array:
     scores = np.matmul(q, keys.swapaxes(-1, -2))
     if hidden is not None:
         np.copyto(scores, -np.inf, where=hidden)
+    return _weigh(scores, values)
+
+
+def _weigh(scores: Array, values: Array) -> Array:
+    """softmax(scores) values; the division comes last, where it is smallest. Scores are changed."""
     scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     total = np.add.reduce(scores, axis=-1, keepdims=True)
@@ -100,8 +103,11 @@ def attend(q: Array, keys: Array, values: Array, hidden: Array | None) -> Array:
     return out
 
 
-def _causal(q: Array, keys: Array, context: int, out: Array) -> None:
-    """Row i sees keys [0, context + i]."""
+def _all_keys(q: Array, keys: Array, context: int, selected: Array | None, out: Array) -> None:
+    """Row i sees keys [0, context + i], or those of them that it selected.
+
+    In blocks of rows, so that keys behind a block's last row are not computed.
+    """
     count, heads, rank = q.shape
     if count == 1:
         out[0] = attend(q[0], keys, keys, None)
@@ -109,19 +115,16 @@ def _causal(q: Array, keys: Array, context: int, out: Array) -> None:
     for start in range(0, count, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, count)
         seen = keys[: context + end]
-        row = np.arange(start, end).repeat(heads)[:, None] + context
-        hidden = np.arange(len(seen)) > row
-        block = attend(q[start:end].reshape(-1, rank), seen, seen, hidden)
+        if selected is None:
+            hidden = np.arange(len(seen)) > np.arange(context + start, context + end)[:, None]
+        else:
+            column = np.ones((end - start, len(seen) + 1), bool)  # column 0 catches the -1s
+            column[np.arange(end - start)[:, None], selected[start:end] + 1] = False
+            hidden = column[:, 1:]
+        scores = np.dot(q[start:end].reshape(-1, rank), seen.T).reshape(end - start, heads, -1)
+        np.copyto(scores, -np.inf, where=hidden[:, None])
+        block = _weigh(scores.reshape(-1, len(seen)), seen)
         out[start:end] = block.reshape(end - start, heads, rank)
-
-
-def _masked(q: Array, keys: Array, selected: Array, out: Array) -> None:
-    """All keys, those that a row did not select left out."""
-    count, heads, rank = q.shape
-    hidden = np.ones((count, len(keys) + 1), bool)  # column 0 catches the -1s
-    hidden[np.arange(count)[:, None], selected + 1] = False
-    by_head = np.repeat(hidden[:, 1:], heads, axis=0)
-    out[:] = attend(q.reshape(-1, rank), keys, keys, by_head).reshape(count, heads, rank)
 
 
 def _gathered(

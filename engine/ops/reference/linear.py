@@ -10,6 +10,8 @@ import numpy.typing as npt
 from engine.device.device import Array
 from engine.errors import ShapeMismatch
 
+VECTOR_ROWS = 2  # up to so many rows, one GEMV each beats a GEMM
+
 
 @dataclass(frozen=True, slots=True)
 class Dense:
@@ -40,8 +42,12 @@ def take_rows(x: Array, ids: Array) -> Array:
 def linear(x: Array, w: Dense) -> Array:
     if x.ndim != 2 or x.shape[1] != w.weight.shape[0]:
         raise ShapeMismatch(f"x {x.shape} does not fit a weight of {w.weight.shape} (ins, outs).")
-    # One row as a vector is the GEMV that OpenBLAS is best at.
-    out = np.dot(x[0], w.weight)[None] if len(x) == 1 else np.dot(x, w.weight)
+    if len(x) <= VECTOR_ROWS:
+        out = np.empty((len(x), w.weight.shape[1]), np.float32)
+        for row, into in zip(x, out, strict=True):
+            np.dot(row, w.weight, into)
+    else:
+        out = np.dot(x, w.weight)
     if w.bias is not None:
         out += w.bias
     return out

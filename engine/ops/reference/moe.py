@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from engine.device.device import Array
 from engine.errors import ShapeMismatch
-from engine.ops.reference.pointwise import gated, sigmoid, swiglu
+from engine.ops.reference.pointwise import FLOAT_ROWS, gated, sigmoid, swiglu
 
 DENSE_ROWS = 24  # up to so many rows all experts in one matmul beat one matmul an expert
 DENSE_EXPERTS = 16  # above, the few experts that are hit are a small share of all
-FEW_EXPERTS = 32  # up to so many, one row is routed without NumPy
+FEW_EXPERTS = 32  # up to so many, a few rows are routed without NumPy
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def route(
     rows, experts = logits.shape
     if bias.shape != (experts,) or experts % groups:
         raise ShapeMismatch(f"bias {bias.shape} or {groups} groups do not fit {experts} experts.")
-    if rows == 1 and experts <= FEW_EXPERTS and top_groups == groups:
-        return _route_one_row(logits[0].tolist(), bias.tolist(), active, scale, normalise)
+    if rows <= FLOAT_ROWS and experts <= FEW_EXPERTS and top_groups == groups:
+        return _route_few_rows(logits, bias.tolist(), active, scale, normalise)
     scores = sigmoid(logits)
     biased = scores + bias
     if top_groups < groups:
@@ -98,20 +98,23 @@ def route(
     return ids, weights
 
 
-def _route_one_row(
-    logits: list[float],
+def _route_few_rows(
+    logits: Array,
     bias: list[float],
     active: int,
     scale: float,
     normalise: bool,  # noqa: FBT001 # as the op says it
 ) -> tuple[Array, Array]:
-    """The same in Python floats, which cost less than ten calls for one row."""
-    scores = [1.0 / (1.0 + math.exp(-max(logit, -80.0))) for logit in logits]
-    order = sorted(range(len(scores)), key=lambda expert: -(scores[expert] + bias[expert]))
-    ids = order[:active]
-    total = sum(scores[expert] for expert in ids) + 1e-20 if normalise else 1.0
-    weights = [scores[expert] / total * scale for expert in ids]
-    return np.array([ids], np.int32), np.array([weights], np.float32)
+    """The same in Python floats, which cost less than ten calls."""
+    chosen, weights = [], []
+    for row in logits.tolist():
+        scores = [1.0 / (1.0 + math.exp(-max(logit, -80.0))) for logit in row]
+        biased = [-(score + more) for score, more in zip(scores, bias, strict=True)]
+        ids = sorted(range(len(scores)), key=biased.__getitem__)[:active]
+        total = sum(scores[expert] for expert in ids) + 1e-20 if normalise else 1.0
+        chosen.append(ids)
+        weights.append([scores[expert] / total * scale for expert in ids])
+    return np.array(chosen, np.int32), np.array(weights, np.float32)
 
 
 def _keep_groups(biased: Array, groups: int, top_groups: int) -> Array:
@@ -130,15 +133,23 @@ def experts(x: Array, chosen: Array, weights: Array, w: Experts, limit: float | 
         raise ShapeMismatch(
             f"x {x.shape}, chosen {chosen.shape} and weights {weights.shape} do not fit."
         )
-    if len(x) == 1:
-        return _one_row(x[0], chosen[0].tolist(), weights[0], w, limit)
+    if len(x) <= FLOAT_ROWS:
+        out = np.empty(x.shape, np.float32)
+        for row, ids in enumerate(chosen.tolist()):
+            _one_row(x[row], ids, weights[row], w, limit, out[row])
+        return out
     if w.together is not None and len(x) <= DENSE_ROWS:
         return _all_experts(x, chosen, weights, w, w.together, limit)
     return _sorted_rows(x, chosen, weights, w, limit)
 
 
-def _one_row(x: Array, chosen: list[int], weights: Array, w: Experts, limit: float | None) -> Array:
-    """The chosen experts one by one: nothing but their weights is read."""
+def _one_row(
+    x: Array, chosen: list[int], weights: Array, w: Experts, limit: float | None, out: Array
+) -> None:
+    """The chosen experts one by one: nothing but their weights is read.
+
+    Shapes: x, out (hidden,)
+    """
     count, inner = len(w.gate_up), w.inner
     hit = [*chosen, *range(count - w.shared, count)]
     gate_up = np.empty((len(hit), 2 * inner), np.float32)
@@ -146,10 +157,9 @@ def _one_row(x: Array, chosen: list[int], weights: Array, w: Experts, limit: flo
         np.dot(x, w.gate_up[expert], gate_up[row])
     act = swiglu(gate_up, limit)
     act[: len(chosen)] *= weights[:, None]
-    out = np.dot(act[0], w.down[hit[0] * inner : (hit[0] + 1) * inner])
-    for row in range(1, len(hit)):
-        out += np.dot(act[row], w.down[hit[row] * inner : (hit[row] + 1) * inner])
-    return out[None]
+    np.dot(act[0], w.down[hit[0] * inner : (hit[0] + 1) * inner], out)
+    for row, expert in enumerate(hit[1:], 1):
+        out += np.dot(act[row], w.down[expert * inner : (expert + 1) * inner])
 
 
 def _all_experts(

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from engine.device.device import Array
 from engine.errors import ShapeMismatch
 
-SAFE = np.float32(80.0)  # exp(80) and its square root's products stay finite in float32
-MINUS_SAFE = np.float32(-80.0)
+SAFE = np.float32(80.0)  # exp(80) and small sums of it stay finite in float32
+FLOAT_ROWS = 2  # up to so many rows, Python floats beat arrays for what is smaller than a row
+ONE = np.float32(1.0)  # half the cost of a Python number as an operand
 
 
 def sigmoid(x: Array) -> Array:
@@ -20,7 +21,7 @@ def sigmoid(x: Array) -> Array:
     e = np.negative(x)
     np.minimum(e, SAFE, out=e)
     np.exp(e, out=e)
-    e += 1.0
+    e += ONE
     return np.reciprocal(e, out=e)
 
 
@@ -29,7 +30,7 @@ def silu(x: Array) -> Array:
     e = np.negative(x)
     np.minimum(e, SAFE, out=e)
     np.exp(e, out=e)
-    e += 1.0
+    e += ONE
     return np.divide(x, e, out=e)
 
 
@@ -188,8 +189,12 @@ def hyper_in(
     n = w.streams
     if x.ndim != 3 or x.shape[1:] != (n + 1, len(w.norm)):
         raise ShapeMismatch(f"streams {x.shape} do not fit a site of {n} x {len(w.norm)}.")
-    if len(x) == 1 and n == 4 and w.bounded:
-        return _hyper_in_one_row(x, w, norm_eps, eps, rounds)
+    if len(x) <= FLOAT_ROWS and n == 4 and w.bounded:
+        h = np.empty((len(x), len(w.norm)), np.float32)
+        mix = np.empty((len(x), 4, 5), np.float32)
+        for row in range(len(x)):
+            _hyper_in_one_row(x[row], w, norm_eps, eps, rounds, h[row], mix[row])
+        return h, mix
     pre, mix = hyper_coefficients(x, w, norm_eps=norm_eps, eps=eps, rounds=rounds)
     u = np.matmul(pre[:, None], x[:, :n])[:, 0]
     return rms_norm(u, w.norm, norm_eps), mix
@@ -262,31 +267,33 @@ def _line_masks(n: int, eps: float) -> tuple[Array, Array]:
 
 
 def _hyper_in_one_row(
-    x: Array, w: Hyper, norm_eps: float, eps: float, rounds: int
-) -> tuple[Array, Array]:
-    """The same for one row and four streams: Python floats beat eighty calls of NumPy."""
-    flat = x[0, :4].reshape(-1)
+    x: Array, w: Hyper, norm_eps: float, eps: float, rounds: int, h: Array, mix: Array
+) -> None:
+    """The same for one row and four streams: Python floats beat eighty calls of NumPy.
+
+    Shapes: x (5, hidden) · h (hidden,) and mix (4, 5), written
+    """
+    flat = x[:4].reshape(-1)
     m = np.dot(flat, w.fn)
     m *= 1.0 / math.sqrt(float(np.dot(flat, flat)) / len(flat) + norm_eps)
     m += w.base
     e = np.exp(m, out=m).tolist()
-    pre = [1.0 / (1.0 + v) + eps for v in e[:4]]
     p0, p1, p2, p3 = (2.0 / (1.0 + v) for v in e[4:8])
     a, b, c, d = _sinkhorn_four(e[8:], eps, rounds)
-    table = np.array((*pre, *a, p0, *b, p1, *c, p2, *d, p3), np.float32)
-    u = np.dot(table[:4], x[0, :4])
-    u *= 1.0 / math.sqrt(float(np.dot(u, u)) / len(u) + norm_eps)
-    u *= w.norm
-    return u[None], table[4:].reshape(1, 4, 5)
+    mix[:] = (*a, p0), (*b, p1), (*c, p2), (*d, p3)
+    pre = np.array([1.0 / (1.0 + v) + eps for v in e[:4]], np.float32)
+    np.dot(pre, x[:4], h)
+    h *= 1.0 / math.sqrt(float(np.dot(h, h)) / len(h) + norm_eps)
+    h *= w.norm
 
 
 Four = tuple[float, float, float, float]
 
 
 def _sinkhorn_four(e: list[float], eps: float, rounds: int) -> tuple[Four, Four, Four, Four]:
-    """`sinkhorn` of one 4 x 4 matrix, as a factor for each line: entry (j, i) is k_ji * p_j * v_i.
+    """`sinkhorn` of one 4 x 4 matrix, as a divisor for each line: entry (j, i) is k_ji / (p_j v_i).
 
-    Letters a..d are the lines j with factors p..s, digits 0..3 the lines i with factors v.
+    Letters a..d are the lines j with divisors p..s, digits 0..3 the lines i with divisors v.
     """
     a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = e
     v0, v1, v2, v3 = a0 + b0 + c0 + d0, a1 + b1 + c1 + d1, a2 + b2 + c2 + d2, a3 + b3 + c3 + d3
@@ -295,24 +302,22 @@ def _sinkhorn_four(e: list[float], eps: float, rounds: int) -> tuple[Four, Four,
     c0, c1, c2, c3 = c0 / v0 + eps, c1 / v1 + eps, c2 / v2 + eps, c3 / v3 + eps
     d0, d1, d2, d3 = d0 / v0 + eps, d1 / v1 + eps, d2 / v2 + eps, d3 / v3 + eps
     v0 = v1 = v2 = v3 = 1.0
-    p = 1.0 / (a0 + a1 + a2 + a3 + eps)
-    q = 1.0 / (b0 + b1 + b2 + b3 + eps)
-    r = 1.0 / (c0 + c1 + c2 + c3 + eps)
-    s = 1.0 / (d0 + d1 + d2 + d3 + eps)
+    p, q = a0 + a1 + a2 + a3 + eps, b0 + b1 + b2 + b3 + eps
+    r, s = c0 + c1 + c2 + c3 + eps, d0 + d1 + d2 + d3 + eps
     for _ in range(rounds - 1):
-        v0 /= v0 * (a0 * p + b0 * q + c0 * r + d0 * s) + eps
-        v1 /= v1 * (a1 * p + b1 * q + c1 * r + d1 * s) + eps
-        v2 /= v2 * (a2 * p + b2 * q + c2 * r + d2 * s) + eps
-        v3 /= v3 * (a3 * p + b3 * q + c3 * r + d3 * s) + eps
-        p /= p * (a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3) + eps
-        q /= q * (b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3) + eps
-        r /= r * (c0 * v0 + c1 * v1 + c2 * v2 + c3 * v3) + eps
-        s /= s * (d0 * v0 + d1 * v1 + d2 * v2 + d3 * v3) + eps
+        v0 = a0 / p + b0 / q + c0 / r + d0 / s + eps * v0
+        v1 = a1 / p + b1 / q + c1 / r + d1 / s + eps * v1
+        v2 = a2 / p + b2 / q + c2 / r + d2 / s + eps * v2
+        v3 = a3 / p + b3 / q + c3 / r + d3 / s + eps * v3
+        p = a0 / v0 + a1 / v1 + a2 / v2 + a3 / v3 + eps * p
+        q = b0 / v0 + b1 / v1 + b2 / v2 + b3 / v3 + eps * q
+        r = c0 / v0 + c1 / v1 + c2 / v2 + c3 / v3 + eps * r
+        s = d0 / v0 + d1 / v1 + d2 / v2 + d3 / v3 + eps * s
     return (
-        (a0 * p * v0, a1 * p * v1, a2 * p * v2, a3 * p * v3),
-        (b0 * q * v0, b1 * q * v1, b2 * q * v2, b3 * q * v3),
-        (c0 * r * v0, c1 * r * v1, c2 * r * v2, c3 * r * v3),
-        (d0 * s * v0, d1 * s * v1, d2 * s * v2, d3 * s * v3),
+        (a0 / p / v0, a1 / p / v1, a2 / p / v2, a3 / p / v3),
+        (b0 / q / v0, b1 / q / v1, b2 / q / v2, b3 / q / v3),
+        (c0 / r / v0, c1 / r / v1, c2 / r / v2, c3 / r / v3),
+        (d0 / s / v0, d1 / s / v1, d2 / s / v2, d3 / s / v3),
     )
 
 

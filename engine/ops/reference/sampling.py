@@ -8,6 +8,7 @@ value of a row is a function of that row alone, so its token never depends on ne
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from engine.errors import ShapeMismatch
 
+PART_BYTES = 1 << 17  # of one temporary; larger ones are mapped and faulted in anew at each call
 GREEDY_BELOW = 1e-3  # temperature under which a row takes its likeliest id (O23)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -47,35 +49,33 @@ def sample(
     Raises: ShapeMismatch when a column has another length than logits has rows.
     """
     rows, vocab = logits.shape
-    columns = (temperature, top_p, top_k, min_p, seeds, counters)
-    if any(len(column) != rows for column in columns) or not 0 < usable <= vocab:
+    lengths = [len(c) for c in (temperature, top_p, top_k, min_p, seeds, counters)]
+    if lengths != [rows] * 6 or not 0 < usable <= vocab:
         raise ShapeMismatch(
-            f"sample: logits {logits.shape} with columns of {[len(c) for c in columns]} rows and "
-            f"{usable} usable ids; every column needs {rows} rows and usable at most {vocab}."
+            f"sample: logits {logits.shape} with columns of {lengths} rows and {usable} usable "
+            f"ids; every column needs {rows} rows and usable at most {vocab}."
         )
-    every = np.arange(rows)
+    if not rows:
+        return np.zeros(0, np.int32), np.zeros(0, np.float32)
+    every = _indices(rows)
     top = logits[every, logits.argmax(axis=1)]  # both find a NaN first, so two values tell of a row
-    bad = ~(np.isfinite(top) & np.isfinite(logits[every, logits.argmin(axis=1)]))
-    any_bad = bool(bad.any())
-    if any_bad:
+    low = logits[every, logits.argmin(axis=1)]
+    bad = None
+    if not all(map(math.isfinite, top.tolist() + low.tolist())):
+        bad = ~(np.isfinite(top) & np.isfinite(low))
         logits[bad] = top[bad] = 0.0  # any finite row will do: its id is thrown away below
-    shifted = logits - top[:, None]
-    mass = np.log(np.add.reduce(np.exp(shifted, out=shifted), axis=1))
+    mass = np.concatenate([_log_mass(logits[part], top[part]) for part in _parts(rows, vocab)])
     if banned:
         logits[_places(banned)] = _MINUS_INFINITY
     open_logits = logits[:, :usable]
+    hot = [at for at, value in enumerate(temperature.tolist()) if value >= GREEDY_BELOW]
     ids = open_logits.argmax(axis=1)
-    drawn = temperature >= GREEDY_BELOW
-    if drawn.any():
-        ids[drawn] = _draw(
-            open_logits[drawn] / temperature[drawn, None],
-            top_p=top_p[drawn],
-            top_k=top_k[drawn],
-            min_p=min_p[drawn],
-            chance=uniforms(seeds[drawn], counters[drawn]),
-        )
-    logprobs = np.minimum(logits[every, ids] - top - mass, np.float32(0.0))
-    if any_bad:
+    for part in _parts(len(hot), usable):
+        at = hot[part]
+        columns = (temperature, top_p, top_k, min_p, seeds, counters)
+        ids[at] = _draw(open_logits[at], *(column[at] for column in columns))
+    logprobs = np.minimum(logits[every, ids] - mass, np.float32(0.0))
+    if bad is not None:
         ids[bad] = -1
         logprobs[bad] = _MINUS_INFINITY
     return ids.astype(np.int32), logprobs
@@ -100,45 +100,79 @@ def _mix(z: Ints) -> Ints:
     return z ^ (z >> np.uint64(31))
 
 
-def _draw(z: Floats, *, top_p: Floats, top_k: Ints, min_p: Floats, chance: Floats) -> Ints:
+def _draw(
+    logits: Floats,
+    temperature: Floats,
+    top_p: Floats,
+    top_k: Ints,
+    min_p: Floats,
+    seeds: Ints,
+    counters: Ints,
+) -> Ints:
     """Inverse of the cumulative distribution, in order of ids, over what the filters keep.
 
-    Shapes: z (rows, usable) f32, logits over temperature, -inf where banned · the others (rows,)
+    Shapes: logits (rows, usable) f32, -inf where banned · the others as in `sample`
     """
-    top = z.max(axis=1, keepdims=True)
+    z = logits / temperature[:, None]
+    top = np.maximum.reduce(z, axis=1, keepdims=True)
     weights = np.exp(z - top)  # 1.0 for the likeliest
-    if (top_k > 0).any() or (top_p < 1.0).any():
-        weights *= _head(z, top, top_p=top_p, top_k=top_k)
-    if (min_p > 0.0).any():
+    if top_k.any() or np.minimum.reduce(top_p) < 1.0:
+        weights *= _head(z, top, top_p, top_k)
+    if min_p.any():
         weights *= weights >= min_p[:, None]
     mass = np.cumsum(weights, axis=1, dtype=np.float64)
     total = mass[:, -1]
     # A chance of nearly 1 can round up to the whole mass, where no id is left.
-    reach = np.minimum(chance * total, np.nextafter(total, 0.0))
-    ids: Ints = (mass <= reach[:, None]).sum(axis=1)
+    reach = np.minimum(uniforms(seeds, counters) * total, np.nextafter(total, 0.0))
+    ids: Ints = np.add.reduce(mass <= reach[:, None], axis=1, dtype=np.intp)
     return ids
 
 
-def _head(z: Floats, top: Floats, *, top_p: Floats, top_k: Ints) -> npt.NDArray[np.bool_]:
+def _head(z: Floats, top: Floats, top_p: Floats, top_k: Ints) -> npt.NDArray[np.bool_]:
     """Which ids top-k and top-p keep; equal logits go to the lower id. At least one stays.
 
     Shapes: z (rows, usable) · top (rows, 1) · result (rows, usable)
     """
-    usable = z.shape[1]
-    falling = np.sort(z, axis=1)[:, ::-1]
-    most = np.where(top_k > 0, np.minimum(top_k, usable), usable)[:, None]
-    weights = np.exp(falling - top) * (np.arange(usable) < most)
+    rows, usable = z.shape
+    falling = -np.sort(-z, axis=1)
+    most = np.where(top_k > 0, np.minimum(top_k, usable), usable)
+    weights = np.exp(falling - top)
+    if top_k.any():
+        weights *= _indices(usable) < most[:, None]
     mass = np.cumsum(weights, axis=1, dtype=np.float64)
     # Where top_p is 1 all is kept, whatever the last bits of the sums are.
-    wanted = np.where(top_p < 1.0, top_p * mass[:, -1], np.inf)[:, None]
-    kept = np.clip(((mass - weights) < wanted).sum(axis=1, keepdims=True), 1, most)
-    least = np.take_along_axis(falling, kept - 1, axis=1)
+    wanted = np.where(top_p < 1.0, top_p * mass[:, -1], np.inf)
+    within = mass - weights < wanted[:, None]
+    kept = np.minimum(np.maximum(np.add.reduce(within, axis=1, dtype=np.intp), 1), most)
+    least = falling[_indices(rows), kept - 1][:, None]
     head: npt.NDArray[np.bool_] = z >= least
-    surplus = head.sum(axis=1, keepdims=True) - kept
+    surplus = np.add.reduce(head, axis=1, dtype=np.intp) - kept
     if surplus.any():  # equal logits at the border: the last of them leave
         level = z == least
-        head &= ~level | (np.cumsum(level, axis=1) <= level.sum(axis=1, keepdims=True) - surplus)
+        left = level.sum(axis=1) - surplus
+        head &= ~level | (np.cumsum(level, axis=1) <= left[:, None])
     return head
+
+
+def _log_mass(logits: Floats, top: Floats) -> Floats:
+    """Logarithm of the sum of exponentials. Shapes: logits (rows, vocab) · top, result (rows,)."""
+    shifted = logits - top[:, None]
+    sums: Floats = np.log(np.add.reduce(np.exp(shifted, out=shifted), axis=1)) + top
+    return sums
+
+
+def _parts(rows: int, width: int) -> list[slice]:
+    """Rows in parts whose float64 temporaries stay small; every row stands for itself."""
+    step = max(PART_BYTES // (8 * width), 1)
+    return [slice(first, first + step) for first in range(0, rows, step)]
+
+
+@functools.lru_cache(maxsize=256)
+def _indices(count: int) -> Ints:
+    """0, 1, ..., count - 1; read only, because calls share it."""
+    indices = np.arange(count)
+    indices.flags.writeable = False
+    return indices
 
 
 @functools.lru_cache(maxsize=256)

@@ -304,7 +304,7 @@ def test_a_snapshot_comes_back_in_other_pages() -> None:
     blob = index.snapshot(cursor, table)
     assert len(blob) == 16 + 21 * (2 * 8 * 4 + 1)
 
-    other, there = a_cursor(capacity=32), np.array([5, 3])
+    other, there = a_cursor(5, capacity=32), np.array([5, 3])
     index.restore(other, there, blob)
     assert standing(other) == (21, 0)  # pool keys are made anew from the rows
     for array in (index.keys, index.gates, index.valid[:, :, None]):
