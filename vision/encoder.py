@@ -17,11 +17,9 @@ from engine.ops.spec import Ops
 from engine.spec import ModelSpec
 from engine.weights.source import TensorSource
 from vision.overlay import lay_out
-from vision.preprocess import CHANNELS, normalised, plan_grid
+from vision.preprocess import CHANNELS, normalised
 from vision.towers import glm5_next
 from vision.vit import Tower
-
-WARM_UP = (480, 640)  # pixels: the tables and pages of a common picture
 
 
 class Encoder:
@@ -53,12 +51,6 @@ class Encoder:
             if picture.digest not in seen:  # the same picture twice is looked at once
                 seen[picture.digest] = self._look(picture)
         return lay_out(seen, pictures, self._device, self._hidden, self._ops)
-
-    def warm_up(self) -> None:
-        """Look at one grey picture, so that the first request does not pay for tables and pages."""
-        grid = plan_grid(*WARM_UP, self.patches)
-        size = grid.rows * grid.columns * CHANNELS * self.patches.patch**2
-        self.build([Picture(b"\x80" * size, grid.thw, 0, grid.tokens, "")])
 
     def _look(self, picture: Picture) -> Array:
         spec = self.patches

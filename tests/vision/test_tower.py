@@ -299,13 +299,6 @@ def test_bytes_that_do_not_fit_their_grid_are_refused(
         encoder.build([])
 
 
-def test_warming_up_looks_at_a_picture(encoder: Encoder) -> None:
-    """The first request does not pay for lazily built tables."""
-    rotary_tables.cache_clear()
-    encoder.warm_up()
-    assert rotary_tables.cache_info().currsize == 1
-
-
 def test_a_checkpoint_without_vision_tensors_is_text_only(
     source: SafetensorsSource, spec: ModelSpec, device: HostDevice
 ) -> None:
