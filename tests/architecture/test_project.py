@@ -56,7 +56,7 @@ def test_decisions_have_their_parts() -> None:
     for page in pages:
         told = page.read_text(encoding="utf-8")
         assert re.match(rf"# {page.name[:4]}\. \w", told), page.name
-        for part in ("Status: ", "Context: ", "Decision: ", "Consequences: ", "Checked by: "):
+        for part in ("Status:", "Context:", "Decision:", "Consequences:", "Checked by:"):
             assert part in told, f"{page.name} has no {part}"
 
 
