@@ -62,8 +62,9 @@ def enter(batch: Batch, weights: ModelWeights, spec: ModelSpec, ops: Ops) -> Arr
     Raises: NotResident, ShapeMismatch when a window does not fit this batch
     """
     x = ops.take_rows(weights.embed, batch.ids)
+    ends = {part.first: part.first + part.length for part in batch.rows.segments}
     for first, window in batch.overlays:
-        splice(x[first:], window, ops.device, ops)
+        splice(x[first : ends[first]], window, ops.device, ops)
     return streams.expand(x, spec, ops)
 
 

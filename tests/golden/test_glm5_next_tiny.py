@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 from PIL import Image
 
 from engine.device.device import Array
+from engine.errors import ShapeMismatch
 from engine.models import kda, mla, mtp, streams
 from engine.models.ffn import MoeWeights
 from engine.models.forward import enter
+from engine.models.overlay import Overlay
 from engine.models.state import KdaState, LatentState, make_state
 from engine.ops.reference.indexer import pool_scores
 from engine.ops.reference.pointwise import hyper_coefficients
@@ -188,6 +191,32 @@ def test_a_prompt_with_two_pictures_agrees(decoder: Decoder, fixture: dict[str, 
         ids, rows = decoder.greedy(0, prompt, 12, chunks=chunks, overlay=overlay)
         assert ids == fixture["mm.greedy_tokens"].tolist()
         close(np.array(rows[1:]), fixture["mm.decode_logits"], STREAMS)
+
+
+def test_image_rows_stay_inside_their_own_sequence(
+    decoder: Decoder, fixture: dict[str, Array], prompt: list[int]
+) -> None:
+    """A picture's window is laid over the rows of its call, wherever that starts in the batch."""
+    rows = fixture["vision.merged"][:2]
+    overlay = Overlay.of(decoder.device.upload(rows), [(1, 0, 2)], decoder.device, 64)
+    for slot in range(3):
+        decoder.begin(slot)
+    batch = decoder.batch([(0, prompt[:1]), (1, prompt[:4]), (2, prompt[:3])])
+    embeds = fixture["text.embeds"]
+
+    laid = dataclasses.replace(batch, overlays=((1, overlay),))
+    x = enter(laid, decoder.model.weights, decoder.spec, decoder.ops)[:, 0]
+    np.testing.assert_array_equal(x[2:4], rows)
+    np.testing.assert_array_equal(np.delete(x, [2, 3], 0), embeds[[0, 0, 3, 0, 1, 2]])
+
+    late = Overlay.of(decoder.device.upload(rows), [(3, 0, 2)], decoder.device, 64)
+    with pytest.raises(ShapeMismatch, match="ends at row 5"):
+        enter(
+            dataclasses.replace(batch, overlays=((1, late),)),
+            decoder.model.weights,
+            decoder.spec,
+            decoder.ops,
+        )
 
 
 # -- inside the layers -----------------------------------------------------------------------------
