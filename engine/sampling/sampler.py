@@ -36,6 +36,8 @@ class Sampler:
         self._min_p = np.zeros(slots, np.float32)
         self._seeds = np.zeros(slots, np.uint64)
         self._counters = np.zeros((slots, 2), np.uint32)  # choice, position
+        self._slots = b""  # whose columns these are: decode steps name the same slots for long
+        self._columns: dict[str, npt.NDArray[Any]] = {}
         self._bans: dict[int, tuple[tuple[int, int], ...]] = {}  # rows -> pairs, for `_never`
 
     def set(self, slot: int, sampling: Sampling, choice: int) -> None:
@@ -44,6 +46,7 @@ class Sampler:
         if held is not None and held[0] is sampling and held[1] == choice:
             return
         self._held[slot] = (sampling, choice)
+        self._slots = b""
         self._temperature[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
         self._top_k[slot] = max(sampling.top_k, 0)
@@ -63,17 +66,20 @@ class Sampler:
         Shapes: logits (rows, vocab), may be changed · slots (rows,), all noted with `set`
                 positions: index of the drawn token in prompt + answer · banned: ids for each row
         """
-        self._counters[slots, 1] = positions
+        key = slots.tobytes()
+        if key != self._slots:
+            self._slots = key
+            self._columns = {
+                "temperature": self._temperature[slots],
+                "top_p": self._top_p[slots],
+                "top_k": self._top_k[slots],
+                "min_p": self._min_p[slots],
+                "seeds": self._seeds[slots],
+                "counters": self._counters[slots],
+            }
+        self._columns["counters"][:, 1] = positions
         return self._ops.sample(
-            logits,
-            temperature=self._temperature[slots],
-            top_p=self._top_p[slots],
-            top_k=self._top_k[slots],
-            min_p=self._min_p[slots],
-            seeds=self._seeds[slots],
-            counters=self._counters[slots],
-            banned=self._pairs(banned),
-            usable=self._usable,
+            logits, **self._columns, banned=self._pairs(banned), usable=self._usable
         )
 
     def _pairs(self, banned: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:

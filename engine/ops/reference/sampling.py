@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from engine.errors import ShapeMismatch
 
-PART_BYTES = 1 << 17  # of one temporary; larger ones are mapped and faulted in anew at each call
+PART_BYTES = 1 << 16  # of one temporary; larger ones are mapped and faulted in anew at each call
 GREEDY_BELOW = 1e-3  # temperature under which a row takes its likeliest id (O23)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -70,10 +70,12 @@ def sample(
     open_logits = logits[:, :usable]
     hot = [at for at, value in enumerate(temperature.tolist()) if value >= GREEDY_BELOW]
     ids = open_logits.argmax(axis=1)
-    for part in _parts(len(hot), usable):
-        at = hot[part]
-        columns = (temperature, top_p, top_k, min_p, seeds, counters)
-        ids[at] = _draw(open_logits[at], *(column[at] for column in columns))
+    if hot:
+        chances = uniforms(seeds, counters)
+        columns = (temperature, top_p, top_k, min_p, chances)
+        for part in _parts(len(hot), usable):
+            at = hot[part]
+            ids[at] = _draw(open_logits[at], *(column[at] for column in columns))
     logprobs = np.minimum(logits[every, ids] - mass, np.float32(0.0))
     if bad is not None:
         ids[bad] = -1
@@ -106,12 +108,12 @@ def _draw(
     top_p: Floats,
     top_k: Ints,
     min_p: Floats,
-    seeds: Ints,
-    counters: Ints,
+    chances: Floats,
 ) -> Ints:
     """Inverse of the cumulative distribution, in order of ids, over what the filters keep.
 
-    Shapes: logits (rows, usable) f32, -inf where banned · the others as in `sample`
+    Shapes: logits (rows, usable) f32, -inf where banned · chances (rows,) f64 in [0, 1)
+            the others as in `sample`
     """
     z = logits / temperature[:, None]
     top = np.maximum.reduce(z, axis=1, keepdims=True)
@@ -123,7 +125,7 @@ def _draw(
     mass = np.cumsum(weights, axis=1, dtype=np.float64)
     total = mass[:, -1]
     # A chance of nearly 1 can round up to the whole mass, where no id is left.
-    reach = np.minimum(uniforms(seeds, counters) * total, np.nextafter(total, 0.0))
+    reach = np.minimum(chances * total, np.nextafter(total, 0.0))
     ids: Ints = np.add.reduce(mass <= reach[:, None], axis=1, dtype=np.intp)
     return ids
 
