@@ -87,12 +87,12 @@ def uniforms(seeds: Ints, counters: Ints) -> Floats:
     """One number in [0, 1) a row, of 53 bits, from (seed, choice, position) and nothing else (O30).
 
     Shapes: seeds (rows,) u64 · counters (rows, 2) u32 · result (rows,) f64
-    Source: the splitmix64 finaliser (Steele, Lea, Flood 2014) over seed, then over the counter.
+    Source: the splitmix64 finaliser (Steele, Lea, Flood 2014) of the seed, then of it and the counter.
     """
     place = counters.astype(np.uint64)
-    state = _mix(seeds.astype(np.uint64) + _GOLDEN)
-    state = _mix(state ^ ((place[:, 0] << np.uint64(32)) | place[:, 1]))
-    return (_mix(state + _GOLDEN) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    stream = _mix(seeds.astype(np.uint64) + _GOLDEN)
+    drawn = _mix(stream ^ ((place[:, 0] << np.uint64(32)) | place[:, 1]))
+    return (drawn >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(z: Ints) -> Ints:
