@@ -87,7 +87,7 @@ def uniforms(seeds: Ints, counters: Ints) -> Floats:
     """One number in [0, 1) a row, of 53 bits, from (seed, choice, position) and nothing else (O30).
 
     Shapes: seeds (rows,) u64 · counters (rows, 2) u32 · result (rows,) f64
-    Source: the splitmix64 finaliser (Steele, Lea, Flood 2014) of the seed, then of it and the counter.
+    Source: the splitmix64 finaliser (Steele, Lea, Flood 2014) of seed, then of counter.
     """
     place = counters.astype(np.uint64)
     stream = _mix(seeds.astype(np.uint64) + _GOLDEN)
