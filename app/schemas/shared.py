@@ -68,7 +68,7 @@ def only(*, mend: str, neutral: tuple[Any, ...] = ()) -> AfterValidator:
     """
 
     def check(value: Any) -> Any:
-        if value is None or any(type(n) is type(value) and n == value for n in neutral):
+        if value is None or value in neutral:
             return value
         raise problem("unsupported_parameter", f"this server does not support it; {mend}")
 

@@ -84,15 +84,15 @@ Script = Callable[[Generate], Iterable[int | Event | Wait]]
 
 
 @functools.cache
-def _checkpoint() -> tuple[Checkpoint, Tokenizer, ChatTemplate]:
-    checkpoint = read_checkpoint(GLIMMER)
-    tokenizer = Tokenizer.open(GLIMMER, rows=checkpoint.rows)
-    return checkpoint, tokenizer, ChatTemplate.open(GLIMMER, markers=tokenizer.markers)
+def _checkpoint(folder: Path) -> tuple[Checkpoint, Tokenizer, ChatTemplate]:
+    checkpoint = read_checkpoint(folder)
+    tokenizer = Tokenizer.open(folder, rows=checkpoint.rows)
+    return checkpoint, tokenizer, ChatTemplate.open(folder, markers=tokenizer.markers)
 
 
 def ids(text: str) -> list[int]:
     """The token ids of an answer's text; markers such as `</think>` count as such."""
-    return _checkpoint()[1].encode_marked(text)
+    return _checkpoint(GLIMMER)[1].encode_marked(text)
 
 
 def says(text: str) -> Script:
@@ -209,16 +209,17 @@ def a_server(
     ready: bool = True,
     capacity: int = 8,
     loaded: Loaded = LOADED,
+    folder: Path = GLIMMER,
     **settings: Any,
 ) -> Server:
     """A server whose worker is a script; in state `ready` unless said otherwise."""
     config = ServerConfig(
         model="glimmer",
-        model_folder=GLIMMER,
+        model_folder=folder,
         served_model_name=MODEL,
         host="127.0.0.1",
         port=0,
-        engine=EngineConfig(model=str(GLIMMER)),
+        engine=EngineConfig(model=str(folder)),
         api_keys=tuple(ApiKey(f"key{n}", key) for n, key in enumerate(keys)),
         limits=limits,
         **settings,
@@ -227,7 +228,7 @@ def a_server(
     engine = ScriptedClient(script or says("Hello."), health, capacity)
     metrics = Metrics(health, "test")
     orders = Orders()
-    prompter = Prompter(*_checkpoint(), limits=limits, decode_workers=1, clamp=config.clamp)
+    prompter = Prompter(*_checkpoint(folder), limits=limits, decode_workers=1, clamp=config.clamp)
     app = build_app(Services(config, health, engine, prompter, metrics, orders))
     server = Server(app, engine, health, config, metrics, orders)
     if ready:

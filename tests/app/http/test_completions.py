@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from tests.app.http.test_errors import CHAT, error_of
-from tests.fakes.services import CONTEXT, LOADED, a_server, ids, picture, says, tokens
+from tests.fakes.services import CONTEXT, GLIMMER, LOADED, a_server, ids, picture, says, tokens
 from tests.fakes.sse import read_stream
 
 PLAIN = "/v1/completions"
@@ -104,6 +107,30 @@ async def test_markers_in_a_raw_prompt_count_as_such() -> None:
     server = a_server()
     await complete(server, prompt="<|user|>hi<|assistant|>")
     assert {971, 972} <= set(server.engine.seen[0].prompt)
+
+
+async def test_the_start_token_is_added_unless_the_caller_has_written_it(tmp_path: Path) -> None:
+    """O88: `add_special_tokens`, default true; an empty text is taken where there is one."""
+    shutil.copytree(GLIMMER, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
+    path = tmp_path / "m" / "tokenizer.json"
+    told = orjson.loads(path.read_bytes())
+    told["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "[gMASK]", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"[gMASK]": {"id": "[gMASK]", "ids": [966], "tokens": ["[gMASK]"]}},
+    }
+    path.write_bytes(orjson.dumps(told))
+    server = a_server(folder=tmp_path / "m")
+    for fields in ({}, {"add_special_tokens": False}):
+        assert (await complete(server, prompt="hi", **fields)).status_code == 200
+    assert (await complete(server, prompt="")).status_code == 200
+    with_start, without, empty = (ask.prompt for ask in server.engine.seen)
+    assert with_start == (966, *without)
+    assert empty == (966,)
 
 
 async def test_one_prompt_that_fails_fails_the_request_and_ends_the_others() -> None:

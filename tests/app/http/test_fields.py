@@ -211,7 +211,8 @@ async def test_what_is_honoured_reaches_the_engine() -> None:
     async with server.client() as http:
         await http.post(CHAT, json=server.ask(**fields))
         await http.post(CHAT, json=server.ask(top_k=-1, ignore_eos=True, max_completion_tokens=9))
-    first, second = server.engine.seen
+        await http.post(CHAT, json=server.ask(top_k=1e300))
+    first, second, third = server.engine.seen
     assert (first.sampling.temperature, first.sampling.top_p, first.sampling.top_k) == (
         0.7,
         0.9,
@@ -223,6 +224,7 @@ async def test_what_is_honoured_reaches_the_engine() -> None:
     assert second.sampling.top_k == 0
     assert second.stop_ids == ()
     assert second.max_tokens == 9
+    assert 1024 <= third.sampling.top_k < 2**31, "the engine keeps it in 32 bits"
 
 
 async def test_defaults_are_those_of_the_checkpoint_and_the_seed_is_fresh() -> None:
@@ -307,10 +309,11 @@ async def test_unknown_fields_are_listed_within_limits() -> None:
         some = await http.post(CHAT, json=server.ask(**strange))
         many = await http.post(CHAT, json=server.ask(**{f"f{n}": n for n in range(50)}))
         long = await http.post(CHAT, json=server.ask(**{f"{n}" + "x" * 100: 1 for n in range(9)}))
-        refused = await http.post(CHAT, json=server.ask(foo=1, temperature=5))
+        refused = await http.post(CHAT, json=server.ask(foo=1, max_tokens=CONTEXT))
     assert some.headers["x-ignored-params"] == "x-y, Temperature"
     assert len(many.headers["x-ignored-params"].split(", ")) == 10
     assert len(long.headers["x-ignored-params"]) <= 512
+    assert refused.status_code == 400
     assert "x-ignored-params" not in refused.headers
 
 

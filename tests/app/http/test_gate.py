@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from app.config import ApiKey
 from app.gate import Gate
 from tests.app.http.test_errors import CHAT, error_of
+from tests.fakes.connection import Connection
 from tests.fakes.services import Server, a_server
 
 KEY = "k-123"
@@ -190,6 +191,16 @@ async def test_head_has_the_head_of_get_and_no_body(path: str) -> None:
     assert head.content == b""
     assert head.headers["content-type"] == get.headers["content-type"]
     assert int(head.headers["content-length"]) > 0
+
+
+async def test_head_sends_no_byte_of_a_body() -> None:
+    """O1: seen from the wire, where a client library cannot hide it."""
+    connection = Connection(a_server().app, "HEAD", "/health")
+    connection.body(b"")
+    await connection.end()
+    assert connection.status == 200
+    assert connection.data == b""
+    assert int(connection.headers["content-length"]) > 0
 
 
 @pytest.mark.parametrize("given", ["abc", "A-Z_0.9", "x" * 128])

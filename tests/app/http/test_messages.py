@@ -145,6 +145,14 @@ async def test_the_old_role_function_is_told_its_new_name() -> None:
     assert "tool" in error["message"]
 
 
+async def test_a_second_result_is_told_from_a_wrong_id() -> None:
+    """O44: the message says what is wrong with it."""
+    twice = error_of(await ask(a_server(), [CALLS, RESULT, RESULT]))
+    wrong = error_of(await ask(a_server(), [CALLS, {**RESULT, "tool_call_id": "q"}]))
+    assert "already" in twice["message"]
+    assert "names no call" in wrong["message"]
+
+
 ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
 
 
@@ -195,6 +203,7 @@ async def test_a_developer_is_a_system() -> None:
     for role in ("system", "developer"):
         await ask(server, [{"role": role, "content": "Answer only BANANA."}, USER])
     assert len({ask.prompt for ask in server.engine.seen}) == 1
+    assert templated([{"role": "developer", "content": "x"}, USER])[0]["role"] == "system"
 
 
 async def test_a_name_that_the_template_does_not_use_changes_nothing() -> None:
