@@ -284,6 +284,8 @@ def test_the_old_reason_is_told_until_the_new_worker_serves() -> None:
     assert health.body()["reasons"][1].items() >= {"code": 700, "stage": 1}.items()
     health.ready()
     assert health.body()["reasons"] == []
+    health.drain(30.0)
+    assert [reason["code"] for reason in health.body()["reasons"]] == ["draining"]
 
 
 def test_ages_go_on_while_the_worker_is_silent() -> None:

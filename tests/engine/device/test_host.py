@@ -44,7 +44,10 @@ def test_host_memory_lives_in_no_context() -> None:
     buffer = device.empty((8,), np.float32)
     device.free(buffer)
 
-    assert device.locate(np.ones(8, np.float32)) is None
+    held = [device.empty((n * 64,), np.float32) for n in range(1, 9)]
+    plain = [np.ones(n * 64, np.float32) for n in range(1, 9)]
+    assert [device.locate(array) for array in plain] == [None] * 8, "wherever between ours it lies"
+    assert [device.locate(array) for array in held] == [device.residency] * 8
     assert device.locate(buffer) is None
 
 
