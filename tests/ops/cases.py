@@ -347,10 +347,12 @@ def segment_case(segments: tuple[int, ...]) -> Case:
     )
 
 
-def route_case(rows: int, count: int, active: int, *, groups: int = 1, top: int = 1) -> Case:
-    logits, bias = normal(rows, count), normal(count, seed=1, scale=0.3)
+def route_case(
+    rows: int, count: int, active: int, *, groups: int = 1, top: int = 1, lower: float = 0.0
+) -> Case:
+    logits, bias = normal(rows, count), normal(count, seed=1, scale=0.3) - np.float32(lower)
     return Case(
-        f"{rows} rows, {active} of {count}, {top} of {groups} groups",
+        f"{rows} rows, {active} of {count}, {top} of {groups} groups, bias - {lower}",
         lambda ops: ops.route(
             logits,
             bias,
@@ -562,6 +564,8 @@ CASES: dict[str, list[Case]] = {
         route_case(1, 40, 3),
         route_case(2, 8, 2),
         route_case(9, 8, 3),
+        route_case(9, 8, 3, lower=5.0),
+        route_case(1, 40, 3, lower=5.0),
         route_case(9, 12, 2, groups=4, top=2),
         route_case(1, 12, 2, groups=3, top=1),
         route_tie_case(1),

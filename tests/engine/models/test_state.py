@@ -43,16 +43,18 @@ def test_what_is_charged_is_what_is_taken(spec: ModelSpec) -> None:
 
 
 class SmallDevice(HostDevice):
-    """Has no room for more than so many buffers."""
+    """Has no room for more than so many buffers, and keeps each until it is given back."""
 
     def __init__(self, room: int) -> None:
         super().__init__("cpu:0", 0, 0, None)
         self.room = room
+        self.kept: list[Array] = []
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
         if self.allocations[0] >= self.room:
             raise OutOfMemory(f"{self.name} has no room for {shape}.")
-        return super().empty(shape, dtype)
+        self.kept.append(super().empty(shape, dtype))
+        return self.kept[-1]
 
 
 @pytest.mark.parametrize("room", range(18))
