@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -68,6 +74,7 @@ class Metrics:
     """
 
     def __init__(self, health: Health, version: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series a counter, which nobody asked for
         self._registry = CollectorRegistry(auto_describe=False)
         self._requests = self._counter(
             "requests_total", "Requests that ended.", "endpoint", "status", "finish_reason"

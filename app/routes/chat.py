@@ -22,13 +22,14 @@ from app.answers import (
     usage_body,
     usage_tail,
 )
-from app.bodies import read_object
+from app.bodies import read_body
 from app.chat.events import Delta, Done, ReasoningDelta, TextDelta
 from app.chat.prompt import Prompt
 from app.documented import ANSWERS_POST, documented, takes
 from app.health import Asks
 from app.logs import RequestRecord
 from app.schemas.chat import ChatChunk, ChatCompletion, ChatRequest, check_chat
+from app.schemas.generation import FieldContext
 from app.schemas.messages import for_template
 from app.schemas.shared import parsed
 from app.services import record_of, services_of
@@ -45,15 +46,16 @@ async def chat(request: Request) -> Response:
     """Answer a conversation, whole or as a stream (sections 4 to 8 and 12)."""
     services, record = services_of(request), record_of(request)
     loaded = services.serving(Asks.GENERATION)
-    body = await read_object(request, services.config.limits)
-    fields = parsed(ChatRequest, body, field_context(services, loaded))
-    check_chat(fields)
+    context = field_context(services, loaded)
+    fields, messages = await read_body(
+        request, services.config.limits, lambda body: _understood(body, context)
+    )
     services.check_model(fields.model)
     note_request(record, fields)
     record.take_id(fields.request_id)
     async with while_connected(request.receive):
         prompt = await services.prompter.chat(
-            for_template(fields.messages),
+            messages,
             loaded,
             max_tokens=fields.bound,
             bound_name=fields.bound_name,
@@ -77,6 +79,15 @@ async def chat(request: Request) -> Response:
         keep_alive_s=services.config.keep_alive_s,
         record=record,
     )
+
+
+def _understood(
+    body: dict[str, Any], context: FieldContext
+) -> tuple[ChatRequest, list[dict[str, Any]]]:
+    """The fields, and the messages as templates are given them."""
+    fields = parsed(ChatRequest, body, context)
+    check_chat(fields)
+    return fields, for_template(fields.messages)
 
 
 async def _whole(

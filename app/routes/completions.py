@@ -24,7 +24,7 @@ from app.answers import (
     usage_body,
     usage_tail,
 )
-from app.bodies import read_object
+from app.bodies import read_body
 from app.chat.events import Delta, Done, TextDelta, Usage
 from app.chat.prompt import Prompt
 from app.documented import ANSWERS_POST, documented, takes
@@ -50,8 +50,10 @@ async def completions(request: Request) -> Response:
     """Go on with one or several raw prompts; choice i answers prompt i (O88)."""
     services, record = services_of(request), record_of(request)
     loaded = services.serving(Asks.GENERATION)
-    body = await read_object(request, services.config.limits)
-    fields = parsed(CompletionRequest, body, field_context(services, loaded))
+    context = field_context(services, loaded)
+    fields = await read_body(
+        request, services.config.limits, lambda body: parsed(CompletionRequest, body, context)
+    )
     check_completion(fields)
     services.check_model(fields.model)
     note_request(record, fields)

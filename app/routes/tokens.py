@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import orjson
 from fastapi import APIRouter, Request, Response
 
 from app.answers import field_context
-from app.bodies import read_object
+from app.bodies import read_body
 from app.documented import ANSWERS_POST, documented, takes
 from app.health import Asks
+from app.schemas.generation import FieldContext
 from app.schemas.messages import for_template
 from app.schemas.shared import parsed
 from app.schemas.tokens import (
@@ -31,9 +34,10 @@ async def tokenize(request: Request) -> Response:
     """The token ids of a raw prompt or of a chat, image rows included (O91)."""
     services = services_of(request)
     loaded = services.serving(Asks.TOKENS)
-    body = await read_object(request, services.config.limits)
-    fields = parsed(TokenizeRequest, body, field_context(services, loaded))
-    check_tokenize(fields)
+    context = field_context(services, loaded)
+    fields, messages = await read_body(
+        request, services.config.limits, lambda body: _understood(body, context)
+    )
     if fields.model is not None:
         services.check_model(fields.model)
     prompter = services.prompter
@@ -43,7 +47,7 @@ async def tokenize(request: Request) -> Response:
             ids = await prompter.tokenize_text(fields.prompt, loaded, add_special_tokens=special)
         else:
             ids = await prompter.tokenize(
-                for_template(fields.messages or []),
+                messages,
                 loaded,
                 add_generation_prompt=fields.add_generation_prompt is not False,
             )
@@ -67,11 +71,22 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens by name."""
     services = services_of(request)
     loaded = services.serving(Asks.TOKENS)
-    body = await read_object(request, services.config.limits)
-    fields = parsed(DetokenizeRequest, body, field_context(services, loaded))
+    context = field_context(services, loaded)
+    fields = await read_body(
+        request, services.config.limits, lambda body: parsed(DetokenizeRequest, body, context)
+    )
     if fields.model is not None:
         services.check_model(fields.model)
     return _answer({"prompt": services.prompter.tokenizer.decode(fields.tokens)})
+
+
+def _understood(
+    body: dict[str, Any], context: FieldContext
+) -> tuple[TokenizeRequest, list[dict[str, Any]]]:
+    """The fields, and the messages as templates are given them."""
+    fields = parsed(TokenizeRequest, body, context)
+    check_tokenize(fields)
+    return fields, for_template(fields.messages or [])
 
 
 def _answer(body: object) -> Response:

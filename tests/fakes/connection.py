@@ -49,7 +49,7 @@ class Connection:
 
     async def until(self, count: int) -> list[Message]:
         """Wait until so many messages were sent by the app."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while len(self.sent) < count:
                 self._news.clear()
                 await self._news.wait()
@@ -57,7 +57,7 @@ class Connection:
 
     async def end(self) -> None:
         """Wait until the app is done with this request."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await self.task
 
     @property
