@@ -139,7 +139,7 @@ def _gathered(
         none = selected[part] < 0
         page, offset = np.divmod(np.maximum(selected[part], 0), page_tokens)
         places = rows.table[owners[part, None], page].astype(np.int64) * page_tokens + offset
-        keys = flat[places]
+        keys = np.take(flat, places, axis=0)  # half the time of indexing
         out[part] = attend(q[part], keys, keys, none[:, None] if none.any() else None)
 
 

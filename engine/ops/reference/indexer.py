@@ -111,7 +111,7 @@ def _chosen(scores: Array, visible: Array, pool: int, top_tokens: int) -> Array:
         equal = scores == edge
         room = keep - np.add.reduce(above, axis=1, dtype=np.int64, keepdims=True)
         taken = above | (equal & (np.cumsum(equal, axis=1) <= room))
-    best = np.nonzero(taken)[1].reshape(rows, keep, 1)
-    seats = (best * pool + np.arange(pool)).reshape(rows, -1)
+    best = np.flatnonzero(taken).reshape(rows, keep) - np.arange(rows)[:, None] * pools
+    seats = (best[:, :, None] * pool + np.arange(pool)).reshape(rows, -1)
     tail = visible // pool * pool + np.arange(pool - 1)
     return np.concatenate([seats, np.where(tail < visible, tail, -1)], axis=1)
