@@ -14,7 +14,7 @@ from engine.scheduler.request import Running
 from tests.fakes.asks import an_ask, an_ask_with_pictures
 from tests.fakes.pipeline import FakeBuilder, Loop, a_plan_of_caches, answer
 
-TURNS = 250
+TURNS = 400
 
 
 class Day:
