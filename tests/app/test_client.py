@@ -189,6 +189,21 @@ async def test_every_request_in_flight_gets_exactly_one_error(door: Door) -> Non
     assert door.client.fail_all("gpu_fault", "again") == 0
 
 
+async def test_what_comes_behind_the_end_of_a_request_changes_nothing(door: Door) -> None:
+    """Rule 98: one terminal event, counted once, though its reader is slow to take it."""
+    events = door.client.submit(generate())
+    reader = asyncio.create_task(first(events))
+    await door.worker.hear()
+    door.worker.say(token(1))
+    await reader
+    assert door.client.fail_all("gpu_fault", "the worker was lost") == 1
+    assert door.client.fail_all("gpu_fault", "again") == 0
+    door.worker.say(token(2), end())
+    await settle()
+    assert door.client.in_flight == 0
+    assert await collect(events) == [Failed(RequestId("a"), "gpu_fault", "the worker was lost")]
+
+
 async def test_a_slow_reader_pauses_its_request_and_nobody_elses(door: Door) -> None:
     """O85: at 1,024 buffered events generation pauses, and goes on when they are read."""
     slow, quick = door.client.submit(generate("slow")), door.client.submit(generate("quick"))
