@@ -51,7 +51,7 @@ ORDER_S: Final = 1.0  # for a worker to take an order to fail
 # The worker is killed at once, yet `faulted` and `hung` are told for so long, or until the next
 # worker has loaded: a probe that comes by a few times a second must be able to see why (R91). This
 # costs no time, because the next worker starts meanwhile; the contract allows 1 s.
-VISIBLE_S: Final = 0.5
+VISIBLE_S: Final = 0.25
 
 _LOST = "The worker that ran this request was lost to a fault; try again."
 _STALLED = "The worker that ran this request made no more progress and was ended; try again."
