@@ -28,6 +28,7 @@ from engine.errors import ServerError
 RECORD: Final = "stagelight.record"  # key of the scope
 OPEN_PATHS: Final = frozenset({"/health", "/health/live"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_RETRIES = re.compile(r"[0-9]{1,6}")
 _IGNORED_NAME = re.compile(r"[A-Za-z0-9_.=-]+")
 _IGNORED_NAMES, _IGNORED_BYTES = 10, 512
 
@@ -88,7 +89,7 @@ class Gate:
         routes: the router's own list; what is not there is 404.
         keys: the accepted keys.
         metrics: where ended requests are counted.
-        open_metrics: "/metrics" when it needs no key.
+        open_paths: those that need no key.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ def _record_of(scope: Scope) -> RequestRecord:
         path=raw.partition(b"?")[0].decode("ascii", "backslashreplace")[:256],
         started=monotonic(),
         client_request_id=plain(headers.get("x-client-request-id", "")),
-        retries=int(retries) if retries.isascii() and retries.isdigit() else 0,
+        retries=int(retries) if _RETRIES.fullmatch(retries) else 0,
     )
 
 

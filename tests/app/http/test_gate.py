@@ -220,6 +220,14 @@ async def test_any_other_request_id_is_replaced(given: str | bytes | None) -> No
     assert re.fullmatch(r"req_[0-9a-f]{32}", answer.headers["x-request-id"])
 
 
+@pytest.mark.parametrize("given", ["9" * 5_000, "-1", "1.5", "\u00b2", ""])
+async def test_a_retry_count_that_is_none_is_left_out(given: str) -> None:
+    """O10, O100: what stands in a header of the log never fails a request."""
+    headers: Any = {"x-stainless-retry-count": given.encode()}
+    async with a_server().client() as http:
+        assert (await http.get("/v1/models", headers=headers)).status_code == 200
+
+
 async def test_the_field_request_id_names_the_request_where_no_header_does() -> None:
     """O25."""
     server = a_server()
