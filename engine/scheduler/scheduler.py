@@ -157,7 +157,10 @@ class Scheduler:
             insort(self._running, request, key=_by_arrival)
 
     def starting(self) -> Request | None:
-        """The one request whose pictures must be encoded before the next plan, if there is one."""
+        """The one request whose pictures must be encoded before the next plan, if there is one.
+
+        One a step, so that running answers wait for one tower run and not for many.
+        """
         answers, prompts = ready(self._running)
         if all(seat.running.pictures_ready for seat in prompts):
             return None

@@ -64,11 +64,7 @@ def prompt_room(answers: int, step_tokens: int) -> int:
 
 
 def prompt_shares(prompts: Sequence[Seat], room: int, now: float) -> list[Share]:
-    """Who gets how many prompt rows: the oldest first, and a part for one that waits too long.
-
-    At most one of them still needs its pictures encoded, so that running answers wait for one
-    tower run and not for many.
-    """
+    """Who gets how many prompt rows: the oldest first, and a part for one that waits too long."""
     if not prompts or room < 1:
         return []
     order = [Share(*seat, room) for seat in prompts]
@@ -79,11 +75,7 @@ def prompt_shares(prompts: Sequence[Seat], room: int, now: float) -> list[Share]
         order[0] = order[0]._replace(rows=room - min(late.running.unseen_prompt, part))
         order.insert(1, Share(*late, part))
     shares = []
-    encodes = 0
     for request, running, most in order:
-        encodes += not running.pictures_ready
-        if encodes > 1 and not running.pictures_ready:
-            continue
         rows = min(running.unseen_prompt, most, room)
         if rows > 0:
             shares.append(Share(request, running, rows))

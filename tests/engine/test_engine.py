@@ -209,9 +209,10 @@ def test_a_full_pool_sends_the_youngest_back_and_no_token_is_sent_twice(
     loop.assert_all_given_back()
 
 
-def test_a_request_that_outgrows_the_whole_pool_is_overloaded() -> None:
-    """Rule 89: still no room."""
-    loop = Loop(caches=a_plan_of_caches(pages=4))
+@LATE
+def test_a_request_that_outgrows_the_whole_pool_is_overloaded(steps_in_flight: int) -> None:
+    """Rule 89: still no room; the token that was on its way is taken in first."""
+    loop = Loop(caches=a_plan_of_caches(pages=4), steps_in_flight=steps_in_flight)
 
     loop.engine.add(an_ask(prompt=20, max_tokens=200))
     loop.run()
@@ -350,6 +351,43 @@ def test_a_request_that_waits_too_long_is_overloaded() -> None:
     assert end.code == "overloaded"
     loop.run()
     assert_right(loop, runs)
+
+
+def test_a_sequence_that_was_sent_back_does_not_time_out() -> None:
+    """O63 bounds the wait for a first slot; rule 89: a stream that has begun goes on."""
+    loop = Loop(caches=a_plan_of_caches(pages=13))
+    old = an_ask("old", prompt=4, max_tokens=180)
+    young = an_ask("young", prompt=20, max_tokens=40)
+    loop.engine.add(old)
+    while len(tokens(loop.events)) < 130:  # 134 rows; at 144 it needs the page that is not there
+        loop.step()
+    loop.engine.add(young)
+    for _ in range(15):
+        loop.step()
+    stats = loop.engine.stats()
+    assert (stats.counters["preemptions_total"], stats.waiting) == (1, 1)
+
+    loop.clock.now += 61.0
+    loop.run()
+
+    assert_right(loop, old)
+    assert_right(loop, young)
+
+
+def test_a_paused_request_at_the_head_of_the_queue_lets_others_pass() -> None:
+    """O85: others are not slowed."""
+    loop = Loop(caches=a_plan_of_caches(slots=1))
+    first, second = an_ask("first"), an_ask("second")
+    loop.engine.add(first)
+    loop.engine.add(second)
+    loop.engine.pause(RequestId("first"))
+    loop.run()
+
+    assert_right(loop, second)
+    assert not loop.of("first")
+    loop.engine.resume(RequestId("first"))
+    loop.run()
+    assert_right(loop, first)
 
 
 def test_an_id_that_is_here_already_is_refused_and_the_first_is_not_touched() -> None:
@@ -638,6 +676,23 @@ def test_a_step_that_wrote_goes_through_the_queue_three_times(
     loop.assert_all_given_back()
 
 
+def test_a_late_want_of_memory_counts_once_for_the_steps_that_were_on_their_way() -> None:
+    """Rule 89: the second of two steps belongs to an occupation that has ended already."""
+    loop = Loop(steps_in_flight=2, late_errors=True)
+
+    def fail(plan: StepPlan) -> None:
+        if plan.number in (5, 6, 9, 10, 13, 14):
+            raise OutOfMemory("full")
+
+    loop.pipeline.on_step = fail
+    ask = an_ask(max_tokens=20)
+    loop.engine.add(ask)
+    loop.run()
+
+    assert loop.engine.stats().counters["out_of_memory_total"] == 6
+    assert_right(loop, ask)
+
+
 @LATE
 def test_a_row_that_is_not_finite_ends_its_request_alone(steps_in_flight: int) -> None:
     """O86."""
@@ -692,6 +747,17 @@ def test_a_drawn_id_that_must_not_be_ends_its_request(wrong: int, steps_in_fligh
     assert not tokens(loop.of("bad"))
     assert_right(loop, good)
     loop.assert_all_given_back()
+
+
+def test_a_replay_with_a_placeholder_in_its_answer_is_refused() -> None:
+    """Rule 30: it would be fed as text."""
+    loop = Loop(builder=FakeBuilder())
+
+    loop.engine.add(an_ask(emitted=(5, IMAGE, 6)))
+    loop.run()
+
+    assert isinstance(ending(loop.events), Failed)
+    assert not loop.pipeline.plans
 
 
 @pytest.mark.parametrize("prompt", [(), (5, -1), (5, 96)])

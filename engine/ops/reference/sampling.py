@@ -123,9 +123,8 @@ def _draw(
     if min_p.any():
         weights *= weights >= min_p[:, None]
     mass = np.cumsum(weights, axis=1, dtype=np.float64)
-    total = mass[:, -1]
-    # A chance of nearly 1 can round up to the whole mass, where no id is left.
-    reach = np.minimum(chances * total, np.nextafter(total, 0.0))
+    # At most 1 - 2^-53, so the product stays below the whole mass also when it is rounded.
+    reach = chances * mass[:, -1]
     ids: Ints = np.add.reduce(mass <= reach[:, None], axis=1, dtype=np.intp)
     return ids
 

@@ -13,12 +13,13 @@ from engine.config import EngineConfig
 from engine.device.faults import Judge, Latch
 from engine.device.host import HostDevice
 from engine.engine import Engine
-from engine.errors import ConfigRefused
+from engine.errors import ConfigRefused, StateReleased
 from engine.messages import Event, Failed, Finished, Generate, RequestId, Sampling, Token
 from engine.models.registry import LoadedModel, load_model
 from engine.ops.reference.ops import ReferenceOps
 from engine.pipeline.pipeline import Pipeline
 from engine.pipeline.stage import Stage
+from engine.scheduler.plan import StepPlan, Work
 
 TINY = Path(__file__).parents[2] / "fixtures" / "glm5_next_tiny"
 
@@ -122,6 +123,31 @@ def test_a_sequence_that_was_sent_back_goes_on_with_its_own_tokens(machine: Mach
 
     assert answers(engine, *asks) == want
     assert engine.stats().counters["preemptions_total"] > 0
+
+
+def test_a_released_slot_refuses_rows_until_a_sequence_begins_there(machine: Machine) -> None:
+    """R29, R59: a failed sequence's rows cannot be read on."""
+    pipeline = Pipeline([machine.stage(machine.caches())])
+    rows = Work(
+        request=RequestId("a"),
+        slot=3,
+        start=0,
+        count=4,
+        tokens=machine.prompt(0, 4),
+        pages=(0,),
+        draw=None,
+        fresh=True,
+    )
+    pipeline.submit(StepPlan(number=1, work=(rows,)), {})
+    pipeline.result(1)
+
+    pipeline.release(3)
+
+    later = dataclasses.replace(rows, start=4, fresh=False)
+    with pytest.raises(StateReleased):
+        pipeline.submit(StepPlan(number=2, work=(later,)), {})
+    pipeline.submit(StepPlan(number=3, work=(rows,)), {})
+    assert pipeline.result(3).number == 3
 
 
 def test_steps_allocate_nothing_that_stays(machine: Machine) -> None:

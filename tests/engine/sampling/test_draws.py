@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from engine.errors import ShapeMismatch
-from engine.ops.reference.sampling import sample, uniforms
+from engine.ops.reference.sampling import _draw, _head, sample, uniforms
 
 Floats = npt.NDArray[Any]
 
@@ -237,6 +237,29 @@ def test_the_numbers_are_these() -> None:
     )
 
     assert numbers.tolist() == [0.28176129772258496, 0.6212972630268686, 0.6576729889456807]
+
+
+@pytest.mark.parametrize("usable", [1, 3, 1_000])
+def test_the_largest_chance_takes_the_last_id_that_is_kept(usable: int) -> None:
+    """And never one beyond it, nor one that a filter took out."""
+    off = np.zeros(1, np.float32)
+    z = np.zeros((1, usable + 1), np.float32)
+    z[0, -1] = -np.inf
+
+    ids = _draw(z, off + 1, off + 1, off.astype(np.int32), off, np.array([1.0 - 2.0**-53]))
+
+    assert ids.tolist() == [usable - 1]
+
+
+def test_top_p_of_one_keeps_all_beside_a_row_that_does_not() -> None:
+    """Also what is too unlikely to show in a sum: 1 + exp(-60) is 1."""
+    z = np.array([[0.0, -60.0], [0.0, -60.0]], np.float32)
+
+    head = _head(
+        z, np.zeros((2, 1), np.float32), np.array([1.0, 0.5], np.float32), np.zeros(2, np.int32)
+    )
+
+    assert head.tolist() == [[True, True], [True, False]]
 
 
 def test_columns_of_another_length_are_refused() -> None:

@@ -38,11 +38,12 @@ def draw(
 
 def test_a_slot_draws_by_the_settings_of_its_present_owner() -> None:
     sampler, logits = a_sampler(), some_logits(1)
-    warm = Sampling(temperature=1.5, seed=3, top_p=0.9, top_k=40, min_p=0.01)
+    warm = Sampling(temperature=2.0, seed=8, top_p=0.9, top_k=40, min_p=0.01)
     fresh = a_sampler()
     fresh.set(2, warm, 1)
     want = draw(fresh, logits, [2])
 
+    assert want != [int(logits[0, :IMAGE].argmax())], "the two settings must differ to tell"
     sampler.set(2, Sampling(temperature=0.0), 0)
     greedy = draw(sampler, logits, [2])
     sampler.set(2, warm, 1)
