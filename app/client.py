@@ -76,8 +76,6 @@ class WorkerClient:
         self._in_flight = 0
         self._none_left = asyncio.Event()
         self._none_left.set()
-        self.paused_total = 0
-        self.slow_readers_total = 0
 
     @property
     def in_flight(self) -> int:
@@ -189,7 +187,6 @@ class WorkerClient:
         self._count(-1)
 
     def _pause(self, request: RequestId, entry: _Entry) -> None:
-        self.paused_total += 1
         self._send(Pause(request=request))
         loop = asyncio.get_running_loop()
         entry.expiry = loop.call_later(self._slow_reader_s, self._give_up, request, entry)
@@ -203,7 +200,6 @@ class WorkerClient:
 
     def _give_up(self, request: RequestId, entry: _Entry) -> None:
         """The reader let its buffer stand for too long: give its memory and its slot back."""
-        self.slow_readers_total += 1
         self._send(Abort(request=request))
         entry.expiry = None
         entry.buffer.clear()

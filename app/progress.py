@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
 from typing import Final, Protocol, TextIO
 
@@ -25,18 +26,20 @@ class LoadProgress:
     Args:
         out: usually standard error.
         name: of the model.
+        clock: monotonic seconds; tests give their own.
     """
 
-    def __init__(self, out: TextIO, name: str) -> None:
+    def __init__(self, out: TextIO, name: str, clock: Callable[[], float] = monotonic) -> None:
         self._out = out
         self._name = name
-        self._began = monotonic()
+        self._clock = clock
+        self._began = clock()
         self._told_at = self._began
         self._bar: Bar | None = None
 
     def __call__(self, notice: Loading) -> None:
         """One step; the last one (all bytes are in) takes the bar away."""
-        done, total, now = notice.bytes_done, notice.bytes_total, monotonic()
+        done, total, now = notice.bytes_done, notice.bytes_total, self._clock()
         if not total or now - self._began < PATIENCE_S:
             return
         if self._out.isatty():

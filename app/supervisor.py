@@ -95,7 +95,6 @@ class Supervisor:
         self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.why = ""  # the exit code in words, for the last line of the log
         self.serving = asyncio.Event()  # set once, by the first self-test that passed
-        self.restarts = 0  # workers started after the first
         self._config = config
         self._health = health
         self._client = client
@@ -116,7 +115,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start the first worker; returns when its process runs, long before it serves."""
-        await self._begin(generation=1)
+        await self._begin(generation=0)
         self._task = asyncio.create_task(self._supervise(), name="supervisor")
         self._task.add_done_callback(self._on_end)
 
@@ -178,7 +177,7 @@ class Supervisor:
     # -- one worker after the other -----------------------------------------------------------
 
     async def _supervise(self) -> None:
-        generation = 1
+        generation = 0
         while True:
             assert self._life is not None
             life = self._life
@@ -198,7 +197,6 @@ class Supervisor:
             asyncio.get_running_loop().call_later(VISIBLE_S, self._recover)
             await asyncio.sleep(delay)
             generation += 1
-            self.restarts += 1
             await self._begin(generation)
 
     async def _begin(self, generation: int) -> None:

@@ -88,9 +88,9 @@ class Judge:
             return Verdict.REQUEST
         failed = error if isinstance(error, DeviceError) else None
         # on a card every context of the process dies with the one that faulted: name that one
-        names = [self.devices[stage].name for stage in dead]
-        stage = dead[names.index(failed.device)] if failed and failed.device in names else dead[0]
-        self._latch(stage, failed or self.devices[stage].failure, where)
+        named = {self.devices[stage].name: stage for stage in reversed(dead)}
+        stage = named.get(failed.device, min(dead)) if failed else min(dead)
+        self._latch(stage, failed or dead[stage], where)
         return Verdict.WORKER
 
     def canaries(self) -> None:
@@ -99,7 +99,7 @@ class Judge:
             return
         dead = self._probe()
         if dead:
-            self._latch(dead[0], self.devices[dead[0]].failure, "idle")
+            self._latch(min(dead), dead[min(dead)], "idle")
 
     def lost(self) -> ContextLost:
         """The latched fault as an exception, to leave the loop with."""
@@ -108,14 +108,15 @@ class Judge:
             raise AssertionError("asked for the fault of a worker that has none")
         return ContextLost(fault.call, code=fault.code, device=fault.device)
 
-    def _probe(self) -> list[int]:
-        """The stages that no longer answer."""
-        dead = []
+    def _probe(self) -> dict[int, DeviceError | None]:
+        """The stages that no longer answer, and the call that failed; None: a wrong result."""
+        dead = {}
         for stage, device in enumerate(self.devices):
+            before = device.failure
             if device.canary():
                 self.answered_at[stage] = monotonic()
             else:
-                dead.append(stage)
+                dead[stage] = device.failure if device.failure is not before else None
         if dead:
             self.probes_failed += 1
         else:

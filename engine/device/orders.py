@@ -41,6 +41,8 @@ class FaultBoard:
 
     def order(self, inject: Inject) -> None:
         """Take an order; `now` strikes at once. An unknown stage is refused with IndexError."""
+        if inject.stage not in range(len(self._devices)):
+            raise IndexError(inject.stage)
         device = self._devices[inject.stage]
         if inject.where != "now":
             self._orders.append(inject)

@@ -185,9 +185,10 @@ class Served:
 
 @dataclass
 class Seen:
-    """One answer to a poll; time in seconds of the monotonic clock."""
+    """One answer to a poll; times in seconds, `at` of the monotonic clock."""
 
     at: float
+    took: float
     path: str
     status: int
     body: dict[str, Any]
@@ -224,15 +225,17 @@ def polled(server: Served, *paths: str) -> Iterator[Poll]:
     def run(path: str) -> None:
         while not stop.wait(0.02):
             connection = HTTPConnection("127.0.0.1", server.port, timeout=5)
+            asked = time.monotonic()
             try:
                 connection.request("GET", path)
                 answer = connection.getresponse()
-                seen = Seen(time.monotonic(), path, answer.status, json.loads(answer.read()))
+                body = json.loads(answer.read())
+                now = time.monotonic()
             except OSError:
                 continue  # the process is ending
             finally:
                 connection.close()
-            poll.seen.append(seen)
+            poll.seen.append(Seen(now, now - asked, path, answer.status, body))
 
     threads = [threading.Thread(target=run, args=(path,)) for path in paths]
     for thread in threads:

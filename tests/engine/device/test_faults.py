@@ -120,11 +120,15 @@ def test_a_wrong_answer_is_a_lost_stage_even_without_an_error() -> None:
         def download(self, array: np.ndarray) -> np.ndarray:
             return super().download(array) + 1
 
-    latch = Latch()
-    judge = Judge([Forgetful("cpu:0", 0, 1)], latch)
+    latch, board = Latch(), FaultBoard()
+    device = Forgetful("cpu:0", 0, 1, board)
+    board.order(Inject(fault="isolated", where="load", code=1))  # type: ignore[arg-type]
+    with pytest.raises(DeviceError):
+        device.synchronize()
+    judge = Judge([device], latch)
     assert judge.verdict(ValueError("anything"), "step") is Verdict.WORKER
     assert latch.fault is not None
-    assert latch.fault.code == 0
+    assert latch.fault.code == 0, "the code of an older failure is not quoted"
 
 
 def test_a_latched_worker_touches_no_device_again(bench: Bench) -> None:

@@ -210,6 +210,7 @@ def test_a_nan_on_order_lands_in_the_next_rows_of_the_tower(
 def test_an_order_for_a_stage_that_is_not_there_is_refused(board: FaultBoard) -> None:
     """Rule 120: nothing is kept for later by mistake."""
     HostDevice("cpu:0", 0, 1, board)
-    with pytest.raises(IndexError):
-        board.order(Inject(fault="sticky", stage=4))
+    for stage in (4, -1):
+        with pytest.raises(IndexError):
+            board.order(Inject(fault="sticky", stage=stage))
     assert not board.armed
