@@ -163,7 +163,7 @@ class _WorkerView(Collector):
         yield _gauge("gpu_fault", "1 while a fault is latched.", float(state is State.FAULTED))
         yield _labelled("build_info", "Always 1.", "version", {self._version: 1.0})
         worker = self._health.worker
-        restarts = max(0, worker.generation - 1) if worker else 0
+        restarts = worker.generation if worker else 0  # so many came before it
         yield _counted(
             "worker_restarts_total",
             "New workers after a death.",

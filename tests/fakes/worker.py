@@ -10,7 +10,7 @@ Everything but the model is the product's own: life, loop, control thread, devic
     broken         the checkpoint cannot be read
     setting        the machine cannot have this setting
     die            the process ends while it loads
-    die-later      the same, but only from the second generation on
+    die-later      the same, but only behind the first worker (generation 0)
     warm-hang      the self-test never returns
 """
 
@@ -163,7 +163,7 @@ def build(
         raise ModelError("model.safetensors is cut; download it again.")
     if "setting" in script:
         raise ConfigError("--max-context does not fit this machine; use 64.")
-    if "die" in script or ("die-later" in script and config.generation > 1):
+    if "die" in script or ("die-later" in script and config.generation > 0):
         os.abort()
     until = time.monotonic() + float(script.get("load", "0"))
     progress(0, 1_000)

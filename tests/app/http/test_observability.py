@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from app import logs
-from app.health import State
+from app.health import State, WorkerView
 from engine.messages import Failed, RequestId
 from tests.app.http.test_errors import CHAT
 from tests.fakes.services import a_fault, a_pong, a_server, ids, picture, says
@@ -239,6 +239,15 @@ async def test_refusals_are_counted_by_reason() -> None:
         text = (await http.get("/metrics")).text
     assert 'stagelight_admission_rejections_total{reason="overloaded"} 1.0' in text
     assert 'stagelight_admission_rejections_total{reason="gpu_fault"} 1.0' in text
+
+
+@pytest.mark.parametrize("generation", [0, 2])
+async def test_restarts_are_the_workers_that_came_before(generation: int) -> None:
+    """O95, O101: the first worker has generation 0, and no restart is counted for it."""
+    server = a_server()
+    server.health.worker = WorkerView(4_121, generation, 0)
+    text = server.metrics.text().decode()
+    assert f'stagelight_worker_restarts_total{{explained="no"}} {float(generation)}\n' in text
 
 
 async def test_the_workers_numbers_are_those_of_its_last_pong() -> None:
