@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -21,7 +22,6 @@ from app.metrics import Metrics
 from app.services import Services
 from app.supervisor import Supervisor
 
-KEEP_ALIVE_S: Final = 75  # O19
 CLOSE_S: Final = 2  # for connections, once every answer is out
 POLL_S: Final = 0.02
 
@@ -51,6 +51,7 @@ class Answering:
             limits=config.limits,
             decode_workers=config.decode_workers,
             clamp=config.clamp,
+            sampling_defaults=config.sampling_defaults,
         )
         metrics = Metrics(health, version_id())
         self._app = build_app(Services(config, health, client, prompter, metrics, supervisor))
@@ -63,7 +64,7 @@ class Answering:
                 lifespan="off",
                 ws="none",
                 server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_keep_alive=math.ceil(config.idle_connection_s),
                 timeout_graceful_shutdown=CLOSE_S,
             )
         )

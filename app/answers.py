@@ -59,7 +59,8 @@ class Heading:
 
 def field_context(services: Services, loaded: Loaded) -> FieldContext:
     """What the fields of a request are checked against."""
-    return FieldContext(services.config.limits, loaded.vocab)
+    config = services.config
+    return FieldContext(config.limits, loaded.vocab, lenient_history=config.lenient_history)
 
 
 def note_request(record: RequestRecord, fields: GenerationFields) -> None:

@@ -45,6 +45,8 @@ def build_app(services: Services) -> FastAPI:
         keys=keys,
         metrics=services.metrics,
         open_paths=OPEN_PATHS | ({"/metrics"} if services.config.metrics_open else set()),
+        root_path=services.config.root_path,
+        unversioned_paths=services.config.unversioned_paths,
     )
     return app
 

@@ -66,6 +66,12 @@ class ServerConfig:
     api_keys: tuple[ApiKey, ...] = ()
     fault_injection: bool = False
     limits: Limits = Limits()
+    model_aliases: tuple[str, ...] = ()
+    root_path: str = ""  # `/llm`: before every path but the health ones (O4)
+    unversioned_paths: bool = False
+    reasoning_field: Literal["reasoning_content", "reasoning", "both", "none"] = "reasoning_content"
+    sampling_defaults: Literal["checkpoint", "openai"] = "checkpoint"
+    lenient_history: bool = False
     clamp: bool = False
     metrics_open: bool = False
     stall_soft_s: float = 30.0
@@ -75,7 +81,10 @@ class ServerConfig:
     restart_delays_s: tuple[float, ...] = (0.0, 1.0, 5.0)
     ping_period_s: float = 0.2
     stay_in_load_failed: bool = False
-    keep_alive_s: float = 15.0
+    keep_alive_s: float = 15.0  # of streams (O79); 0 sends no comments
+    idle_connection_s: float = 75.0  # O19
+    silent_connection_s: float = 30.0  # O19
+    slow_reader_s: float = 60.0  # O85
     decode_workers: int = 1
 
     def __post_init__(self) -> None:
@@ -84,6 +93,11 @@ class ServerConfig:
                 f"stall-soft-s is {self.stall_soft_s:g} and stall-hard-s {self.stall_hard_s:g}; "
                 "the soft limit has to come first."
             )
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """What `model` of a request may be, the main name first (O24)."""
+        return tuple(dict.fromkeys((self.served_model_name, *self.model_aliases)))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -272,6 +286,12 @@ def _resolve(model: str, values: dict[str, Any]) -> ServerConfig:
             stop_strings=values["max-stop-strings"],
             messages=values["max-messages"],
         ),
+        model_aliases=values["model-aliases"] or (),
+        root_path=values["root-path"] or "",
+        unversioned_paths=values["unversioned-paths"],
+        reasoning_field=values["reasoning-field"],
+        sampling_defaults=values["sampling-defaults"],
+        lenient_history=values["lenient-history"],
         clamp=values["clamp"],
         metrics_open=values["metrics-open"],
         stall_soft_s=values["stall-soft-s"],
@@ -282,6 +302,9 @@ def _resolve(model: str, values: dict[str, Any]) -> ServerConfig:
         ping_period_s=values["ping-period-s"],
         stay_in_load_failed=values["stay-in-load-failed"],
         keep_alive_s=values["keep-alive-s"],
+        idle_connection_s=values["idle-connection-s"],
+        silent_connection_s=values["silent-connection-s"],
+        slow_reader_s=values["slow-reader-s"],
         decode_workers=values["decode-workers"] or max(1, (os.cpu_count() or 2) // 2),
     )
 

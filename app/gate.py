@@ -30,6 +30,7 @@ OPEN_PATHS: Final = frozenset({"/health", "/health/live"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RETRIES = re.compile(r"[0-9]{1,6}")
 _IGNORED_NAME = re.compile(r"[A-Za-z0-9_.=-]+")
+_BELOW_V1 = re.compile(r"/chat/completions|/completions|/models(/.*)?")
 _IGNORED_NAMES, _IGNORED_BYTES = 10, 512
 
 # O3: first parts, behind /v1/, of OpenAI paths that this server does not offer.
@@ -90,6 +91,8 @@ class Gate:
         keys: the accepted keys.
         metrics: where ended requests are counted.
         open_paths: those that need no key.
+        root_path: what stands before every path but the health ones (O4).
+        unversioned_paths: whether paths below /v1 are also taken without it (O4).
     """
 
     def __init__(
@@ -100,12 +103,16 @@ class Gate:
         keys: Keys,
         metrics: Metrics,
         open_paths: frozenset[str] = OPEN_PATHS,
+        root_path: str = "",
+        unversioned_paths: bool = False,
     ) -> None:
         self._app = app
         self._routes = routes
         self._keys = keys
         self._metrics = metrics
         self._open_paths = open_paths
+        self._root_path = root_path
+        self._unversioned_paths = unversioned_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -148,10 +155,16 @@ class Gate:
             log_request(record, now)
 
     def _check(self, scope: Scope, record: RequestRecord) -> None:
-        """Path, method, key; raises `TransportRefused`."""
-        path: str = scope["path"]
+        """Path, method, key; the path becomes the one that routes know.
+
+        Raises:
+            TransportRefused: one of them is wrong.
+        """
+        asked: str = scope["path"]
+        path = scope["path"] = self._routed(asked)
         if path.endswith("/"):
-            raise _unknown(scope)  # no path of this server ends so, and none is redirected (O2)
+            # no path of this server ends so, and none is redirected (O2)
+            raise _unknown(scope["method"], asked, path)
         allowed: set[str] = set()
         for route in self._routes:
             match, _ = route.matches(scope)
@@ -162,9 +175,22 @@ class Gate:
                     break
         else:
             record.endpoint = route.path if allowed and isinstance(route, Route) else ""
-            raise _wrong_method(path, scope["method"], allowed) if allowed else _unknown(scope)
+            method = scope["method"]
+            raise (
+                _wrong_method(asked, method, allowed) if allowed else _unknown(method, asked, path)
+            )
         if path not in self._open_paths:
             record.key = self._keys.name_of(Headers(scope=scope))
+
+    def _routed(self, asked: str) -> str:
+        """The path as the routes know it; "/" for one that is not below the root path (O4)."""
+        if asked in OPEN_PATHS:
+            return asked
+        path = asked.removeprefix(self._root_path)
+        if self._root_path and (path == asked or not path.startswith("/") or path in OPEN_PATHS):
+            return "/"
+        short = self._unversioned_paths and _BELOW_V1.fullmatch(path)
+        return f"/v1{path}" if short else path
 
 
 def _record_of(scope: Scope) -> RequestRecord:
@@ -227,19 +253,15 @@ def _offered(headers: Headers) -> Sequence[bytes]:
     return found
 
 
-def _shown_path(scope: Scope) -> str:
-    return str(scope["path"])[:120]
-
-
-def _unknown(scope: Scope) -> TransportRefused:
-    path = _shown_path(scope)
+def _unknown(method: str, asked: str, path: str) -> TransportRefused:
+    """`asked` is shown, and `path` says whether the hosted API has such an endpoint (O3)."""
     version, _, rest = path.removeprefix("/").partition("/")
     stored = rest.startswith(_STORED) and rest != _STORED
     if version == "v1" and (stored or rest.partition("/")[0] in _OTHER_ENDPOINTS):
         return TransportRefused(
-            "endpoint_not_supported", f"This server does not offer {scope['method']} {path}."
+            "endpoint_not_supported", f"This server does not offer {method} {asked[:120]}."
         )
-    return TransportRefused("not_found", f"There is no {scope['method']} {path} here.")
+    return TransportRefused("not_found", f"There is no {method} {asked[:120]} here.")
 
 
 def _wrong_method(path: str, method: str, allowed: set[str]) -> TransportRefused:

@@ -116,7 +116,11 @@ class Server:
         self._health = Health(
             config.served_model_name, supervision=supervision, on_move=self._moves
         )
-        self._client = WorkerClient(self._health, queue_limit=config.engine.queue_limit)
+        self._client = WorkerClient(
+            self._health,
+            queue_limit=config.engine.queue_limit,
+            slow_reader_s=config.slow_reader_s,
+        )
         self._progress = LoadProgress(sys.stderr, config.served_model_name)
         self._supervisor = Supervisor(config, self._health, self._client, on_loading=self._progress)
         self._stop = asyncio.Event()

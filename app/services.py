@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from starlette.requests import Request
 
@@ -16,6 +16,8 @@ from app.logs import RequestRecord
 from app.metrics import Metrics
 from engine.errors import RequestError
 from engine.messages import Event, Generate, Inject, Loaded
+
+NAMES_TOLD: Final = 5  # O24
 
 
 class Client(Protocol):
@@ -57,18 +59,23 @@ class Services:
             raise RuntimeError(f"the state {self.health.state} takes requests without a model")
         return loaded
 
-    def check_model(self, name: str) -> None:
-        """Whether this is the served name (O24).
+    def check_model(self, name: str, *, param: str | None = "model") -> None:
+        """Whether this is a served name (O24).
+
+        Args:
+            name: of a model.
+            param: the field that it came in; None for a path.
 
         Raises:
             RequestError: `model_not_found`.
         """
-        served = self.config.served_model_name
-        if name != served:
+        served = self.config.served_names
+        if name not in served:
+            told = ", ".join(served[:NAMES_TOLD])
             raise RequestError(
-                f"This server does not have this model; it serves {served}.",
+                f"This server does not have this model; it serves {told}.",
                 code="model_not_found",
-                param="model",
+                param=param,
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,12 @@ def _words(text: str) -> str:
     return text
 
 
+def _root_path(text: str) -> str:
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", text):
+        raise ValueError(text)
+    return text
+
+
 def _device(text: str) -> str:
     """`cpu` is `cpu:0`, and so on: inside, a device always carries its ordinal."""
     kind, colon, ordinal = text.strip().lower().partition(":")
@@ -112,6 +119,8 @@ def _off_or_count(text: str) -> int:
 SWITCH = Kind(_switch, "on or off", "on|off")
 TEXT = Kind(_words, "a text without blanks at its ends", "TEXT")
 FILE = Kind(_words, "the path of a file", "FILE")
+PATH = Kind(_root_path, "a path such as /llm, without a slash at its end", "/PATH")
+NAMES = a_list_of(TEXT, "names with commas between them", "NAME,...")
 DEVICES = a_list_of(
     Kind(_device, "", ""), "cpu, or devices such as cpu:0,cpu:1 or cuda:0,cuda:1", "DEVICE,..."
 )
@@ -178,6 +187,24 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("fault-injection", SWITCH, "off", "Obey orders to fail; for tests only."),
     _key("queue-limit", whole(0), "256", "Requests that may wait for a place."),
     _key("queue-timeout-s", seconds(0.1, _DAY_S), "60", "Longest wait for a place."),
+    _key("model-aliases", NAMES, "", "Further names that clients may send in `model`.", "none"),
+    _key("root-path", PATH, "", "Where every path but the health ones begins.", "none"),
+    _key(
+        "unversioned-paths", SWITCH, "off", "Take chat, completions and models without /v1 as well."
+    ),
+    _key(
+        "reasoning-field",
+        choice("reasoning_content", "reasoning", "both", "none"),
+        "reasoning_content",
+        "Where an answer tells the thinking; none leaves it out.",
+    ),
+    _key(
+        "sampling-defaults",
+        choice("checkpoint", "openai"),
+        "checkpoint",
+        "Whose defaults hold where a request says nothing.",
+    ),
+    _key("lenient-history", SWITCH, "off", "Take tool results and calls that do not match."),
     _key("clamp", SWITCH, "off", "Cut `max_tokens` to the room left instead of refusing."),
     _key("metrics-open", SWITCH, "off", "Answer `/metrics` without a key."),
     _key("max-body-bytes", whole(1), "67108864", "Largest request body."),
@@ -189,7 +216,15 @@ SETTINGS: tuple[Setting, ...] = (
     _key("max-stop-strings", whole(1, 16), "4", "Stop strings of one request."),
     _key("max-messages", whole(1), "4096", "Messages of one request."),
     _key("decode-workers", whole(1), "", "Threads that decode pictures.", "half the cores"),
-    _key("keep-alive-s", seconds(0.1, _DAY_S), "15", "Silence of a stream before a comment line."),
+    _key(
+        "keep-alive-s",
+        seconds(0, _DAY_S),
+        "15",
+        "Silence of a stream before a comment line; 0 sends none.",
+    ),
+    _key("idle-connection-s", seconds(1, _DAY_S), "75", "Idle time between two requests."),
+    _key("silent-connection-s", seconds(0.1, _DAY_S), "30", "Longest wait for a request's head."),
+    _key("slow-reader-s", seconds(0.1, _DAY_S), "60", "Longest wait for a client to read on."),
     _key("page-tokens", whole(16), "64", "Tokens of one cache page; a multiple of 16."),
     _key("memory-bytes", whole(1), "", "Memory for caches.", "a share of what is free"),
     _key("blas-threads", whole(1, 256), "1", "Threads of one matrix product."),

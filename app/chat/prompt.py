@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 from app.chat.conversation import Conversation, Messages, texts
 from app.chat.defaults import Checkpoint, Defaults, read_checkpoint
@@ -99,6 +99,7 @@ class Prompter:
         limits: Limits = _LIMITS,
         decode_workers: int = 1,
         clamp: bool = False,
+        sampling_defaults: Literal["checkpoint", "openai"] = "checkpoint",
     ) -> Prompter:
         """Read tokenizer, template and configs of a checkpoint.
 
@@ -107,11 +108,14 @@ class Prompter:
             limits: what one request may hold.
             decode_workers: pictures that are decoded at a time.
             clamp: cut a bound that does not fit instead of refusing it (O62).
+            sampling_defaults: whose hold where a request says nothing (O29).
 
         Raises:
             ModelError: one line naming the file and the mend.
         """
         checkpoint = read_checkpoint(folder)
+        if sampling_defaults == "openai":
+            checkpoint = replace(checkpoint, defaults=Defaults())
         tokenizer = Tokenizer.open(folder, rows=checkpoint.rows)
         placeholder = checkpoint.image_token
         if placeholder is not None and placeholder not in tokenizer.markers.values():

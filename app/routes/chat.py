@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -37,6 +37,13 @@ from app.sse import EventStream, while_connected
 
 router = APIRouter(default_response_class=Response, tags=["generation"])
 
+# O34: where the thinking of an answer stands, by the setting `reasoning-field`.
+REASONING_NAMES: Final[Mapping[str, Sequence[str]]] = {
+    "reasoning_content": ("reasoning_content",),
+    "reasoning": ("reasoning",),
+    "both": ("reasoning_content", "reasoning"),
+    "none": (),
+}
 _RESPONSES: Any = documented(ChatCompletion, ANSWERS_POST, chunk=ChatChunk)
 
 
@@ -71,11 +78,12 @@ async def chat(request: Request) -> Response:
             model=fields.model,
             fingerprint=request.app.state.identity.fingerprint,
         )
+        names = REASONING_NAMES[services.config.reasoning_field]
         if not fields.streams:
-            whole = await _whole(answer, heading, record, fields.metadata)
+            whole = await _whole(answer, heading, record, fields.metadata, names)
             return Response(orjson.dumps(whole), media_type="application/json")
     return EventStream(
-        _chunks(answer, prompt, heading, record, fields),
+        _chunks(answer, prompt, heading, record, fields, names),
         keep_alive_s=services.config.keep_alive_s,
         record=record,
     )
@@ -86,7 +94,7 @@ def _understood(
 ) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """The fields, and the messages as templates are given them."""
     fields = parsed(ChatRequest, body, context)
-    check_chat(fields)
+    check_chat(fields, context)
     return fields, for_template(fields.messages)
 
 
@@ -95,6 +103,7 @@ async def _whole(
     heading: Heading,
     record: RequestRecord,
     metadata: dict[str, str] | None,
+    reasoning_names: Sequence[str],
 ) -> dict[str, Any]:
     """The answer without streaming (section 5): the joined deltas (O87)."""
     text: list[str] = []
@@ -119,7 +128,7 @@ async def _whole(
         "annotations": [],
     }
     if thought:
-        message["reasoning_content"] = "".join(thought)
+        message |= dict.fromkeys(reasoning_names, "".join(thought))
     choice = {
         "index": 0,
         "message": message,
@@ -137,6 +146,7 @@ async def _chunks(
     heading: Heading,
     record: RequestRecord,
     fields: ChatRequest,
+    reasoning_names: Sequence[str],
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream in the order of O80; joined bytes, because there are thousands."""
     options = fields.stream_choices
@@ -159,8 +169,8 @@ async def _chunks(
             match delta:
                 case TextDelta():
                     yield chunk(b'{"content":%s}' % orjson.dumps(delta.text), tail)
-                case ReasoningDelta():
-                    yield chunk(b'{"reasoning_content":%s}' % orjson.dumps(delta.text), tail)
+                case ReasoningDelta() if reasoning_names:
+                    yield chunk(orjson.dumps(dict.fromkeys(reasoning_names, delta.text)), tail)
                 case Done():
                     note_usage(record, delta.usage, delta.finish_reason)
                     end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}

@@ -11,6 +11,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from app.errors import TransportRefused
+from app.services import services_of
 
 router = APIRouter()
 
@@ -31,6 +32,8 @@ _POLICY: Final = (
 async def openapi(request: Request) -> Response:
     """This contract as an OpenAPI document."""
     told = await asyncio.to_thread(request.app.openapi)  # the first time takes 0.1 s
+    if root := services_of(request).config.root_path:
+        told = {**told, "servers": [{"url": root}]}
     return Response(orjson.dumps(told), media_type="application/json")
 
 

@@ -14,7 +14,6 @@ from app.health import Asks
 from app.identity import Identity, version_body
 from app.schemas.models import ModelCard, ModelList, Version
 from app.services import Services, services_of
-from engine.errors import RequestError
 from engine.messages import Loaded
 
 router = APIRouter(default_response_class=Response, tags=["models"])
@@ -25,8 +24,9 @@ async def models(request: Request) -> Response:
     """All served models; only in states that serve (O90)."""
     services = services_of(request)
     loaded = services.serving(Asks.MODELS)
-    card = _card(services, request.app.state.identity, loaded)
-    return _answer({"object": "list", "data": [card]})
+    identity = request.app.state.identity
+    cards = [_card(services, identity, loaded, name) for name in services.config.served_names]
+    return _answer({"object": "list", "data": cards})
 
 
 @router.get("/v1/models/{model:path}", responses=documented(ModelCard, ANSWERS_GET))
@@ -34,12 +34,8 @@ async def model(request: Request, model: str) -> Response:
     """One served model; ids with a slash work, encoded or not."""
     services = services_of(request)
     loaded = services.serving(Asks.MODELS)
-    if model != services.config.served_model_name:
-        raise RequestError(
-            f"This server does not have this model; it serves {services.config.served_model_name}.",
-            code="model_not_found",
-        )
-    return _answer(_card(services, request.app.state.identity, loaded))
+    services.check_model(model, param=None)
+    return _answer(_card(services, request.app.state.identity, loaded, model))
 
 
 @router.get("/version", responses=documented(Version, ANSWERS_GET))
@@ -48,11 +44,11 @@ async def version(request: Request) -> Response:
     return _answer(version_body(request.app.state.identity))
 
 
-def _card(services: Services, identity: Identity, loaded: Loaded) -> dict[str, Any]:
+def _card(services: Services, identity: Identity, loaded: Loaded, name: str) -> dict[str, Any]:
     limits = services.config.limits
     sees = loaded.patches is not None
     return {
-        "id": services.config.served_model_name,
+        "id": name,
         "object": "model",
         "created": identity.created,
         "owned_by": "stagelight",

@@ -85,7 +85,7 @@ def _understood(
 ) -> tuple[TokenizeRequest, list[dict[str, Any]]]:
     """The fields, and the messages as templates are given them."""
     fields = parsed(TokenizeRequest, body, context)
-    check_tokenize(fields)
+    check_tokenize(fields, context)
     return fields, for_template(fields.messages or [])
 
 

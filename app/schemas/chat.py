@@ -127,8 +127,12 @@ class ChatRequest(GenerationFields):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
-def check_chat(request: ChatRequest) -> None:
+def check_chat(request: ChatRequest, context: FieldContext) -> None:
     """What no field shows alone: bounds that agree, and a history that fits together.
+
+    Args:
+        request: checked field by field before.
+        context: what it was checked against.
 
     Raises:
         RequestError: names the field or the message.
@@ -145,17 +149,21 @@ def check_chat(request: ChatRequest) -> None:
             param="top_logprobs",
         )
     check_together(request, request.bound, request.bound_name)
-    check_history(request.messages)
+    check_history(request.messages, lenient=context.lenient_history)
 
 
 class AnswerMessage(Answer):
-    """What the assistant said; `reasoning_content` is absent where there is none (O34)."""
+    """What the assistant said.
+
+    Its thinking stands under the names of the setting `reasoning-field`, where there is any (O34).
+    """
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     annotations: list[Any]
     reasoning_content: str = ""
+    reasoning: str = ""
 
 
 class ChatChoice(Answer):
@@ -188,6 +196,7 @@ class ChatDelta(Answer):
     role: Literal["assistant"] = "assistant"
     content: str = ""
     reasoning_content: str = ""
+    reasoning: str = ""
 
 
 class ChatChunkChoice(Answer):

@@ -35,6 +35,7 @@ class FieldContext:
 
     limits: Limits
     vocab: int  # ids in [0, vocab) may be sent
+    lenient_history: bool = False  # take tool results and calls that do not match (O44)
 
 
 def _context(info: ValidationInfo) -> FieldContext:

@@ -233,8 +233,12 @@ Message = Annotated[
 ]
 
 
-def check_history(messages: Sequence[Any]) -> None:
+def check_history(messages: Sequence[Any], *, lenient: bool = False) -> None:
     """Contents and calls fit together over the whole conversation (O39, O44).
+
+    Args:
+        messages: checked one by one before.
+        lenient: take results and calls that do not match; the template shows them as they are.
 
     Raises:
         RequestError: `invalid_tool_call` for a result without its call, a second result, or a
@@ -243,11 +247,11 @@ def check_history(messages: Sequence[Any]) -> None:
     asked_at, open_ids, known_ids = 0, set[str](), set[str]()
     for index, message in enumerate(messages):
         match message:
-            case ToolMessage():
+            case ToolMessage() if not lenient:
                 _check_result(index, message.tool_call_id, open_ids, known_ids)
                 open_ids.discard(message.tool_call_id)
             case UserMessage() | AssistantMessage():
-                if open_ids:
+                if open_ids and not lenient:
                     raise _call_error(asked_at, f"the call {_first(open_ids)} has no result")
         if isinstance(message, AssistantMessage):
             if message.tool_calls:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator
 
 from app.schemas.chat import message_count
-from app.schemas.generation import in_vocabulary
+from app.schemas.generation import FieldContext, in_vocabulary
 from app.schemas.messages import Message, check_history
 from app.schemas.shared import Answer, Integer, OnlyFalse, Refused, Strict, only
 from engine.errors import RequestError
@@ -36,8 +36,12 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[Integer], AfterValidator(in_vocabulary)]
 
 
-def check_tokenize(request: TokenizeRequest) -> None:
+def check_tokenize(request: TokenizeRequest, context: FieldContext) -> None:
     """One of prompt and messages, and a history that fits together.
+
+    Args:
+        request: checked field by field before.
+        context: what it was checked against.
 
     Raises:
         RequestError: names the field.
@@ -48,7 +52,7 @@ def check_tokenize(request: TokenizeRequest) -> None:
         )
     if request.prompt is not None and request.messages is not None:
         raise RequestError("messages: send prompt or messages, not both.", param="messages")
-    check_history(request.messages or [])
+    check_history(request.messages or [], lenient=context.lenient_history)
 
 
 class Tokenized(Answer):

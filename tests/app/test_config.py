@@ -313,7 +313,7 @@ def test_a_default_is_a_legal_value_or_says_what_holds_without_one(setting: Sett
         setting.kind.parse(setting.default)
 
 
-OTHER_TEXTS = ("off", "on", "host", "json", "16", "32", "0,8", "1,2", "x")
+OTHER_TEXTS = ("off", "on", "host", "json", "16", "32", "0,8", "1,2", "x", "/x", "both", "openai")
 # These change nothing yet: with one device and float32 weights there is one way to do it.
 ONE_WAY = {"dtype", "load-format", "transport", "overlay-publish", "devices", "stages"}
 

@@ -402,6 +402,14 @@ def test_defaults_come_from_the_generation_config(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path).defaults == Defaults()
 
 
+def test_a_setting_takes_the_defaults_of_the_hosted_api_instead() -> None:
+    """O29: end tokens stay the checkpoint's."""
+    opened = Prompter.open(FOLDER, sampling_defaults="openai")
+    assert opened.defaults == Defaults()
+    assert opened.defaults.temperature == 1.0
+    assert opened.end_ids == Prompter.open(FOLDER).end_ids
+
+
 def test_end_ids_are_those_of_both_files(tmp_path: Path) -> None:
     """B-055."""
     folder = copied(tmp_path, generation_config=lambda c: c.update(eos_token_id=5))

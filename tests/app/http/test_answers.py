@@ -128,6 +128,24 @@ async def test_an_answer_ends_as_it_should_and_the_stream_says_the_same(
     assert stream.done
 
 
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [("reasoning", {"reasoning"}), ("both", {"reasoning", "reasoning_content"}), ("none", set())],
+)
+async def test_a_setting_says_where_the_thinking_stands(setting: str, names: set[str]) -> None:
+    """O34: it is counted wherever it is shown."""
+    script = tokens([*ids("<think>Hm, a circle.</think>Red."), END])
+    whole, stream = await both(a_server(script, reasoning_field=setting))
+    message = whole["choices"][0]["message"]
+    for name in ("reasoning", "reasoning_content"):
+        told = "Hm, a circle." if name in names else ""
+        assert stream.joined(name) == message.get(name, "") == told
+        assert (name in message) == (name in names)
+    assert (message["content"], stream.joined()) == ("Red.", "Red.")
+    details = whole["usage"]["completion_tokens_details"]
+    assert details["reasoning_tokens"] == len(ids("<think>Hm, a circle.</think>"))
+
+
 async def test_thinking_is_apart_from_the_answer() -> None:
     """O34: its own field, before the content; the markers are nowhere."""
     script = tokens([*ids("<think>Hm, a circle.</think>Red."), END])

@@ -11,6 +11,7 @@ import pytest
 from app import jsontext
 from app.bodies import IN_THREAD_FROM
 from app.schemas.chat import ChatRequest, check_chat
+from app.schemas.generation import FieldContext
 from engine.errors import RequestError
 from tests.app.http.test_errors import CHAT, error_of
 from tests.fakes.connection import Connection
@@ -224,9 +225,9 @@ async def test_a_large_body_is_read_and_checked_in_a_thread(
         threads.append(threading.current_thread())
         return jsontext.parse_object(data)
 
-    def check(request: ChatRequest) -> None:
+    def check(request: ChatRequest, context: FieldContext) -> None:
         threads.append(threading.current_thread())
-        check_chat(request)
+        check_chat(request, context)
 
     monkeypatch.setattr("app.bodies.parse_object", parse)
     monkeypatch.setattr("app.routes.chat.check_chat", check)

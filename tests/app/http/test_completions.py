@@ -224,6 +224,24 @@ async def test_the_model_card_tells_what_is_enforced() -> None:
     assert "/" not in card["root"]
 
 
+async def test_a_model_answers_to_its_aliases_by_the_name_that_was_asked_for() -> None:
+    """O24, O90: up to five names are told to who asks for another."""
+    aliases = ("gpt-4o", "M", *(f"m{n}" for n in range(5)))
+    server = a_server(model_aliases=aliases)
+    async with server.client() as http:
+        answer = await http.post(CHAT, json=server.ask() | {"model": "gpt-4o"})
+        listed = (await http.get("/v1/models")).json()["data"]
+        one = (await http.get("/v1/models/m4")).json()
+        wrong = await http.post(CHAT, json=server.ask() | {"model": "gpt-4o "})
+    assert answer.json()["model"] == "gpt-4o"
+    assert [card["id"] for card in listed] == ["M", "gpt-4o", "m0", "m1", "m2", "m3", "m4"]
+    assert one == listed[-1]
+    assert wrong.status_code == 404
+    error = error_of(wrong)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert error["message"].endswith("it serves M, gpt-4o, m0, m1, m2.")
+
+
 @pytest.mark.parametrize("path", ["org/name", "org%2Fname"])
 async def test_ids_with_a_slash_work_encoded_or_not(path: str) -> None:
     """O90."""

@@ -118,6 +118,42 @@ async def test_keys_can_be_replaced_while_the_server_runs() -> None:
     assert (old.status_code, new.status_code) == (401, 200)
 
 
+async def test_a_setting_puts_all_but_the_health_paths_below_a_root() -> None:
+    """O4: and the document and its page work there, with a key as everywhere."""
+    server = a_server(keys=[KEY], root_path="/llm/api")
+    async with server.client(KEY) as http:
+        for path in ("/llm/api/v1/models", "/llm/api/metrics", "/llm/api/docs", "/health"):
+            assert (await http.get(path)).status_code == 200, path
+        for path in ("/v1/models", "/llm/api", "/llm/apiv1/models", "/llm/api/health", "/metrics"):
+            answer = await http.get(path)
+            assert answer.status_code == 404, path
+            assert path in error_of(answer)["message"]
+        told = (await http.get("/llm/api/openapi.json")).json()
+        wrong = await http.get("/llm/api/v1/chat/completions")
+        other = await http.post("/llm/api/v1/embeddings", json={})
+    assert told["servers"] == [{"url": "/llm/api"}]
+    assert wrong.status_code == 405
+    assert error_of(other)["code"] == "endpoint_not_supported"
+    async with server.client() as http:
+        assert (await http.get("/llm/api/v1/models")).status_code == 401
+
+
+async def test_a_setting_takes_the_paths_without_their_v1_too() -> None:
+    """O4: off by default."""
+    server = a_server(unversioned_paths=True)
+    async with server.client() as http:
+        assert (await http.get("/models")).status_code == 200
+        assert (await http.get("/models/M")).json()["id"] == "M"
+        assert (await http.post("/chat/completions", json=server.ask())).status_code == 200
+        text = await http.post("/completions", json={"model": "M", "prompt": "hi"})
+        assert text.status_code == 200
+        assert (await http.get("/v1/models")).status_code == 200
+        for path in ("/models/", "/modelsx", "/embeddings"):
+            assert (await http.get(path)).status_code == 404
+    async with a_server().client() as http:
+        assert (await http.get("/models")).status_code == 404
+
+
 UNKNOWN = ["/", "/v1", "/v1/", "/v1/model", "/health/", "/healthz", "/v1/models/", "/metrics/"]
 UNKNOWN += [
     "/v1/chat/",

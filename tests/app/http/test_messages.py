@@ -145,6 +145,27 @@ async def test_the_old_role_function_is_told_its_new_name() -> None:
     assert "tool" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER, RESULT],
+        [CALLS, {**RESULT, "tool_call_id": "q"}],
+        [CALLS, RESULT, RESULT],
+        [CALLS, USER],
+    ],
+    ids=["no call", "wrong id", "two results", "no result"],
+)
+async def test_a_setting_takes_results_and_calls_that_do_not_match(messages: Any) -> None:
+    """O44 `lenient_history`: the template shows them, and content is still checked (O39)."""
+    server = a_server(lenient_history=True)
+    assert (await ask(server, messages)).status_code == 200
+    async with server.client() as http:
+        counted = await http.post("/tokenize", json={"messages": messages})
+    assert counted.status_code == 200
+    assert counted.json()["tokens"] == list(server.engine.seen[0].prompt)
+    assert (await ask(server, [*messages, {"role": "assistant"}])).status_code == 400
+
+
 async def test_a_second_result_is_told_from_a_wrong_id() -> None:
     """O44: the message says what is wrong with it."""
     twice = error_of(await ask(a_server(), [CALLS, RESULT, RESULT]))
