@@ -149,16 +149,15 @@ class Supervisor:
         await self.stop()
 
     def kill(self) -> None:
-        """End the worker without asking it; `stop` tidies up."""
+        """End the worker without asking it, and its requests as by a stop; `stop` tidies up."""
+        self._unwatch()
         if self._life is not None:
             self._life.process.kill()
 
     async def stop(self) -> None:
         """End the worker now; whatever is in flight gets its one error. No child is left."""
-        self._stopping = True
-        self._client.fail_all("shutting_down", _STOPPED)
+        self._unwatch()
         if self._task is not None:
-            self._task.cancel()
             await asyncio.wait({self._task})
         life = self._life
         if life is not None:
@@ -173,6 +172,13 @@ class Supervisor:
             if not self._config.supervise and (life.fault is not None or life.hung):
                 self._give_up(_code(life), _cause(life))  # a fault is told, a stop or not (R84)
         shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def _unwatch(self) -> None:
+        """From here on an end of the worker is ours and no fault."""
+        self._stopping = True
+        self._client.fail_all("shutting_down", _STOPPED)
+        if self._task is not None:
+            self._task.cancel()
 
     # -- one worker after the other -----------------------------------------------------------
 

@@ -107,7 +107,9 @@ def test_a_second_signal_ends_at_once(serve: Serve) -> None:
         began = time.monotonic()
         assert server.ended() == 0
         assert time.monotonic() - began < 5
+        assert json.loads(list(events)[-1])["error"]["code"] == "shutting_down"
     assert gone(worker)
+    assert "faulted" not in server.err, "a worker that we ended is no fault"
 
 
 def test_a_worker_does_not_outlive_a_killed_server(serve: Serve) -> None:
