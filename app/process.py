@@ -99,14 +99,14 @@ class WorkerProcess:
         if not self._gone.done():
             self._process.kill()
 
-    async def reaped(self) -> int:
+    async def reaped(self, limit_s: float = KILL_S) -> int:
         """Wait for the end after a kill.
 
-        Raises: `WorkerStuck` when it is still there after 10 s (R85).
+        Raises: `WorkerStuck` when it is still there after the limit (R85).
         """
-        done, _ = await asyncio.wait({self._gone}, timeout=KILL_S)
+        done, _ = await asyncio.wait({self._gone}, timeout=limit_s)
         if not done:
-            raise WorkerStuck(f"worker {self.pid} is still there {KILL_S:g} s after its kill")
+            raise WorkerStuck(f"worker {self.pid} is still there {limit_s:g} s after its kill")
         return self._gone.result()
 
     async def last_words(self) -> None:

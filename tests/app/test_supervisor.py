@@ -246,6 +246,21 @@ async def test_a_lost_context_is_told_with_reason_code_device_and_stage(
     assert house.generation == 1
 
 
+async def test_a_bug_that_nobody_catches_ends_the_worker_and_not_the_service(start: Build) -> None:
+    """R88: the process ends at once, and its end is seen at once."""
+    house = await start("crash")
+    await house.serving()
+    began = time.monotonic()
+    [failed] = await house.answer()
+    assert isinstance(failed, Failed)
+    assert failed.code == "gpu_fault"
+    assert time.monotonic() - began < 2.0
+    assert house.health.fault_told is not None
+    assert (house.health.fault_told.reason, house.health.fault_told.code) == ("worker_died", 1)
+    await house.until(State.READY)
+    assert len(await house.answer(tokens=2)) == 3
+
+
 async def test_an_isolated_failure_ends_its_requests_and_nothing_else(start: Build) -> None:
     """R76, rule 88: the worker stays, the code of the client is 500's."""
     house = await start()

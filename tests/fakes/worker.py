@@ -12,6 +12,7 @@ Everything but the model is the product's own: life, loop, control thread, devic
     die            the process ends while it loads
     die-later      the same, but only behind the first worker (generation 0)
     warm-hang      the self-test never returns
+    crash          a bug leaves the first step of generation 0
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.control import Vitals
@@ -155,6 +157,17 @@ class CountingEngine:
             events.append(Failed(request, code, "this request failed"))
 
 
+def crashing(engine: CountingEngine) -> Callable[[], list[Event]]:
+    """A step with a bug that nobody catches."""
+
+    def step() -> list[Event]:
+        if engine.busy:
+            raise ZeroDivisionError("a bug")
+        return []
+
+    return step
+
+
 def build(
     config: EngineConfig, board: FaultBoard, latch: Latch, _vitals: Vitals, progress: Progress
 ) -> Machine:
@@ -174,6 +187,8 @@ def build(
     device = HostDevice("cpu:0", 0, config.generation, board)
     judge = Judge([device], latch)
     engine = CountingEngine(config, device, judge, board, float(script.get("step", "0")))
+    if "crash" in script and config.generation == 0:
+        engine.step = crashing(engine)  # type: ignore[method-assign]
     if "warm-hang" in script:
         engine.self_test = lambda: time.sleep(3_600)  # type: ignore[method-assign]
     loaded = Loaded(
