@@ -114,6 +114,7 @@ class Vitals:
             state="faulted" if fault and fault.stage == stage else "ok",
             last_result_age_s=now - self.progress_at,
             canary_age_s=now - self.judge.answered_at[stage],
+            waiting_s=device.waiting_s,
         )
 
 

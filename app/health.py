@@ -160,6 +160,11 @@ class Health:
         return self._capacity is not None and self._in_flight >= self._capacity
 
     @property
+    def pong_age_s(self) -> float:
+        """How old the worker's last words are; every age in them has grown by it since."""
+        return max(0.0, self._clock() - self._heard)
+
+    @property
     def live(self) -> bool:
         """Whether a restart from outside would not help (R94)."""
         return self._state not in NOT_LIVE
@@ -213,7 +218,7 @@ class Health:
                 "generation": worker.generation if worker else 0,
                 "restarts_in_window": worker.restarts if worker else 0,
             },
-            "engine": self._engine(now),
+            "engine": self._engine(),
             "transport": {"route": None, "integrity": None},  # one stage: nothing is carried
             "device_probe": None,
         }
@@ -366,11 +371,11 @@ class Health:
                 message = _short(self._why)
         return [{"code": state.value, "message": message, "since_s": since}, *told]
 
-    def _engine(self, now: float) -> dict[str, Any] | None:
+    def _engine(self) -> dict[str, Any] | None:
         pong = self.pong
         if pong is None:
             return None
-        older = max(0.0, now - self._heard)  # what the worker said has aged since
+        older = self.pong_age_s
 
         def stage(report: StageReport) -> dict[str, Any]:
             return {

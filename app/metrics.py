@@ -90,8 +90,8 @@ class Metrics:
         self._generated = self._counter("generation_tokens_total", "Tokens generated.")
         self._reasoning = self._counter("reasoning_tokens_total", "Generated tokens of reasoning.")
         self._retries = self._counter("client_retries_total", "Requests that were a retry.")
-        self._first = self._histogram("time_to_first_token_seconds", "Until the first text.")
-        self._between = self._histogram("inter_token_latency_seconds", "Between two texts.")
+        self._first = self._histogram("time_to_first_token_seconds", "Until the first token.")
+        self._between = self._histogram("inter_token_latency_seconds", "Between two tokens.")
         self._whole = self._histogram("e2e_request_latency_seconds", "A generation, whole.")
         self._queue = self._histogram("queue_time_seconds", "Waiting for a place.")
         self._prefill = self._histogram("prefill_time_seconds", "From a place to the first token.")
@@ -130,7 +130,7 @@ class Metrics:
 
     @property
     def observe_between(self) -> Callable[[float], None]:
-        """Takes the seconds between two texts of one answer."""
+        """Takes the seconds between two tokens of one answer."""
         return self._between.observe
 
     def decoded(self, seconds: float) -> None:
@@ -174,29 +174,30 @@ class _WorkerView(Collector):
             yield _count(f"{name}_total", "0: nothing of the kind has happened.", 0.0)
         yield _gauge("requests_running", "That hold a place.", pong.running if pong else 0)
         yield _gauge("requests_waiting", "That wait for one.", pong.waiting if pong else 0)
-        yield from _of(pong) if pong else ()
+        yield from _of(pong, self._health.pong_age_s) if pong else ()
         yield from _counters(pong.counters if pong else {})
 
 
-def _of(pong: Pong) -> Iterable[Metric]:
+def _of(pong: Pong, older: float) -> Iterable[Metric]:
+    """What a worker said, its ages as they are now: a worker that says no more is seen to age."""
     used = 1 - pong.pages_free / pong.pages_total if pong.pages_total else 0.0
     yield _gauge("kv_cache_usage_ratio", "Share of the pages in use.", used)
     yield _gauge("pages_free", "Cache pages that nobody holds.", pong.pages_free)
     yield _gauge("slots_free", "Sequence slots that nobody holds.", pong.slots_free)
-    yield _gauge("scheduler_heartbeat_age_seconds", "Of the loop.", pong.heartbeat_age_s)
+    yield _gauge("scheduler_heartbeat_age_seconds", "Of the loop.", pong.heartbeat_age_s + older)
     yield _gauge("device_live_allocations", "Device buffers that live.", pong.allocations)
     yield _gauge("device_live_bytes", "Bytes in them.", pong.allocated_bytes)
     yield _labelled(
         "last_step_age_seconds",
         "Age of the last result.",
         "stage",
-        {str(stage.stage): stage.last_result_age_s for stage in pong.stages},
+        {str(stage.stage): stage.last_result_age_s + older for stage in pong.stages},
     )
     yield _labelled(
         "device_wait_seconds",
-        "In a device call since.",
+        "In the device call going on; 0 in none.",
         "stage",
-        {str(stage.stage): pong.device_wait_s for stage in pong.stages},
+        {str(s.stage): s.waiting_s + older if s.waiting_s else 0.0 for s in pong.stages},
     )
 
 

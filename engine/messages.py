@@ -214,6 +214,7 @@ class StageReport(msgspec.Struct, frozen=True):
     state: Literal["ok", "faulted"]
     last_result_age_s: float
     canary_age_s: float
+    waiting_s: float  # in the device call going on; 0 when in none
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -223,7 +224,7 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fault: Fault | None
     heartbeat_age_s: float
     progress_age_s: float  # last host-visible progress: a step's result, or an idle canary
-    device_wait_s: float  # 0 when in no device call
+    device_wait_s: float  # the longest of the stages
     tick_max_s: float
     running: int
     waiting: int

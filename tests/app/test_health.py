@@ -344,7 +344,9 @@ def a_pong(stages: int) -> Pong:
         slots_total=4,
         allocations=5,
         allocated_bytes=6,
-        stages=tuple(StageReport(n, "cuda:15", "faulted", 123.456, 0.4) for n in range(stages)),
+        stages=tuple(
+            StageReport(n, "cuda:15", "faulted", 123.456, 0.4, 0.0) for n in range(stages)
+        ),
     )
 
 

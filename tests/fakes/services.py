@@ -266,7 +266,7 @@ def a_pong(**changes: Any) -> Pong:
         "slots_total": 4,
         "allocations": 10,
         "allocated_bytes": 1000,
-        "stages": (StageReport(0, "cpu:0", "ok", 0.2, 0.3),),
+        "stages": (StageReport(0, "cpu:0", "ok", 0.2, 0.3, 0.0),),
         **changes,
     }
     return Pong(**told)

@@ -11,8 +11,9 @@ import pytest
 import structlog
 
 from app import logs
-from app.health import State, WorkerView
-from engine.messages import Failed, RequestId
+from app.health import Health, State, WorkerView
+from app.metrics import Metrics
+from engine.messages import Failed, RequestId, StageReport
 from tests.app.http.test_errors import CHAT
 from tests.fakes.services import a_fault, a_pong, a_server, ids, picture, says
 
@@ -251,7 +252,7 @@ async def test_restarts_are_the_workers_that_came_before(generation: int) -> Non
 
 
 async def test_the_workers_numbers_are_those_of_its_last_pong() -> None:
-    """O101: pages, slots, ages and counters."""
+    """O101: pages, slots and counters."""
     server = a_server()
     server.health.heard(
         a_pong(
@@ -265,6 +266,26 @@ async def test_the_workers_numbers_are_those_of_its_last_pong() -> None:
         "kv_cache_usage_ratio 0.75",
         "steps_total 7.0",
         "non_finite_rows_total 1.0",
-        'last_step_age_seconds{stage="0"} 0.2',
+    ):
+        assert f"stagelight_{line}\n" in text, line
+
+
+def test_a_worker_that_says_no_more_is_seen_to_age_stage_by_stage() -> None:
+    """O101: an age is that of the scrape; only a stage that waits for its device has a wait."""
+    now = 100.0
+    health = Health("M", clock=lambda: now)
+    stages = (
+        StageReport(0, "cpu:0", "ok", 0.25, 0.3, 0.0),
+        StageReport(1, "cpu:1", "ok", 0.5, 0.3, 1.5),
+    )
+    health.heard(a_pong(heartbeat_age_s=0.125, device_wait_s=1.5, stages=stages))
+    now += 2.0
+    text = Metrics(health, "test").text().decode()
+    for line in (
+        "scheduler_heartbeat_age_seconds 2.125",
+        'last_step_age_seconds{stage="0"} 2.25',
+        'last_step_age_seconds{stage="1"} 2.5',
+        'device_wait_seconds{stage="0"} 0.0',
+        'device_wait_seconds{stage="1"} 3.5',
     ):
         assert f"stagelight_{line}\n" in text, line
