@@ -16,6 +16,7 @@ from app.api import build_app
 from app.chat.prompt import Prompter
 from app.client import WorkerClient
 from app.config import ApiKey, ServerConfig
+from app.connection import connection
 from app.health import Health
 from app.identity import build_id, version_id
 from app.metrics import Metrics
@@ -61,6 +62,8 @@ class Answering:
                 self._app,
                 access_log=False,
                 log_config=None,
+                log_level="error",  # what it warns of is logged by `Connection`, in our form
+                http=connection(config.silent_connection_s),
                 lifespan="off",
                 ws="none",
                 server_header=False,
