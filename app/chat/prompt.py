@@ -29,7 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 WORKERS: Final = 2  # threads for templates and tokens: one that waits must not stop the other
-COUNTED_BYTES: Final = 1_000_000  # above, a prompt that cannot fit is not counted to the last token
+COUNTED_CHARACTERS: Final = 1_000_000  # above, a prompt that cannot fit is not counted to the last token
 
 _LIMITS: Final = Limits()
 _NONE: Final[Mapping[str, Any]] = {}
@@ -182,9 +182,17 @@ class Prompter:
         loaded: Loaded,
         *,
         max_tokens: int | None = None,
+        unasked: int | None = None,
         add_special_tokens: bool = True,
     ) -> Prompt:
         """A raw prompt (O88): markers in a text count as such, since the caller wrote the template.
+
+        Args:
+            prompt: the text, or its token ids.
+            loaded: what the worker can do.
+            max_tokens: bound on the answer that was asked for.
+            unasked: bound where none was; less where the context leaves less (R71).
+            add_special_tokens: whether the family's start token is put before a text.
 
         Raises:
             RequestError: an empty prompt, an image placeholder, an id outside the vocabulary, or
@@ -198,6 +206,8 @@ class Prompter:
             )
         draft = Draft(tokens=list(tokens), param="prompt")
         bound, cut_to = self._room(draft, loaded, max_tokens, "max_tokens")
+        if max_tokens is None and unasked is not None:
+            bound = min(bound, unasked)
         return Prompt(tokens=tokens, max_tokens=bound, cut_to=cut_to)
 
     async def tokenize(
@@ -224,7 +234,7 @@ class Prompter:
         """The ids of a raw prompt, of any length. Raises `RequestError` as `text` does."""
         if isinstance(prompt, str):
             start = self.tokenizer.start_ids if add_special_tokens else ()
-            self._check_bytes(prompt, loaded, param="prompt")
+            self._check_least(len(prompt), loaded, param="prompt")
             tokens = (*start, *await self._off_loop(self.tokenizer.encode_marked, prompt))
         else:
             tokens = tuple(prompt)
@@ -290,10 +300,12 @@ class Prompter:
         add_generation_prompt: bool,
     ) -> Draft:
         """All of a prompt but the pixels: planned pictures, tokens, and where each picture is."""
+        characters = sum(map(len, texts(messages)))
+        self._check_least(characters, loaded, param="messages")
         conversation = Conversation.of(messages, self._template.shield)
         planned = _planned(conversation.images, loaded, self._limits)
-        self._check_bytes(
-            "".join(texts(messages)),
+        self._check_least(
+            characters,
             loaded,
             param="messages",
             image_tokens=sum(picture.tokens for picture in planned),
@@ -312,11 +324,15 @@ class Prompter:
             )
         return expanded(marked, planned, loaded)
 
-    def _check_bytes(self, text: str, loaded: Loaded, *, param: str, image_tokens: int = 0) -> None:
-        """Refuse what cannot fit whatever its tokens are: counting 60 MB would take a minute."""
-        size = len(text.encode("utf-8", "replace"))
-        least = size // self.tokenizer.longest + image_tokens
-        if size > COUNTED_BYTES and least > _limit(loaded):
+    def _check_least(
+        self, characters: int, loaded: Loaded, *, param: str, image_tokens: int = 0
+    ) -> None:
+        """Refuse what cannot fit whatever its tokens are: counting 60 MB would take a minute.
+
+        A character is a byte or more, and no token has more bytes than the longest.
+        """
+        least = characters // self.tokenizer.longest + image_tokens
+        if characters > COUNTED_CHARACTERS and least > _limit(loaded):
             raise PromptTooLong(
                 f"The prompt has {least} tokens or more, {image_tokens} of them of pictures, and "
                 f"this model's context is {_limit(loaded)}. Send a shorter one.",

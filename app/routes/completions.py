@@ -31,6 +31,7 @@ from app.documented import ANSWERS_POST, documented, takes
 from app.health import Asks
 from app.logs import RequestRecord
 from app.schemas.completions import (
+    DEFAULT_MAX_TOKENS,
     Completion,
     CompletionChunk,
     CompletionRequest,
@@ -63,7 +64,11 @@ async def completions(request: Request) -> Response:
         prompts = await asyncio.gather(
             *(
                 services.prompter.text(
-                    text, loaded, max_tokens=fields.bound, add_special_tokens=special
+                    text,
+                    loaded,
+                    max_tokens=fields.max_tokens,
+                    unasked=DEFAULT_MAX_TOKENS,
+                    add_special_tokens=special,
                 )
                 for text in fields.prompt
             )

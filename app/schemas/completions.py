@@ -7,12 +7,14 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo, WithJsonSchema
 
 from app.schemas.generation import Bound, FieldContext, GenerationFields, check_together
-from app.schemas.shared import Answer, Integer, OnlyFalse, Usage, only, problem
+from app.schemas.shared import Answer, Integer, OnlyFalse, Usage, only, problem, whole
 
 DEFAULT_MAX_TOKENS: Final = 16  # as the hosted API
 PROMPTS: Final = 64
 
 Prompt = str | tuple[int, ...]
+# Fields of the other endpoint that restrict an answer: none may seem to have been kept (O22).
+OfChat = Annotated[Any, only(mend="it belongs to /v1/chat/completions")]
 
 
 def _prompts(value: Any, info: ValidationInfo) -> tuple[Prompt, ...]:
@@ -24,6 +26,7 @@ def _prompts(value: Any, info: ValidationInfo) -> tuple[Prompt, ...]:
         raise problem("invalid_type", "a prompt is a string or a list")
     if not value:
         raise problem("invalid_value", "the list is empty")
+    value = [_whole_ids(item) if isinstance(item, list) else item for item in _whole_ids(value)]
     if _are_ids(value):
         return (_ids(value, vocab),)
     if len(value) > PROMPTS:
@@ -33,6 +36,13 @@ def _prompts(value: Any, info: ValidationInfo) -> tuple[Prompt, ...]:
     if all(isinstance(item, list) and item and _are_ids(item) for item in value):
         return tuple(_ids(item, vocab) for item in value)
     raise problem("invalid_type", "all prompts are strings, or all are lists of token ids")
+
+
+def _whole_ids(value: list[Any]) -> list[Any]:
+    """`300.0` is an integer (O21)."""
+    if not any(isinstance(item, float) for item in value):
+        return value
+    return [whole(item) for item in value]
 
 
 def _are_ids(value: list[Any]) -> bool:
@@ -80,6 +90,13 @@ class CompletionRequest(GenerationFields):
     logprobs: Annotated[Integer, Field(ge=0, le=20), only(mend="leave it out")] | None = None
     best_of: Annotated[Integer, Field(ge=1), only(neutral=(1,), mend="use 1")] | None = None
     suffix: Annotated[str, AfterValidator(_suffix)] | None = None
+    max_completion_tokens: Annotated[Any, only(mend="max_tokens is its name here")] = None
+    tools: OfChat = None
+    tool_choice: OfChat = None
+    functions: OfChat = None
+    function_call: OfChat = None
+    top_logprobs: OfChat = None
+    thinking_token_budget: OfChat = None
 
     @property
     def bound(self) -> int:

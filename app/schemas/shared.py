@@ -32,14 +32,14 @@ class Answer(BaseModel):
     model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """`16.0` is an integer; `1.5`, `"16"` and `true` stay what they are and are refused."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
 
 
-Integer = Annotated[int, BeforeValidator(_whole)]
+Integer = Annotated[int, BeforeValidator(whole)]
 Number = float  # strict: an integer is fine, a boolean or a text is not
 
 

@@ -34,6 +34,17 @@ async def test_a_completion_has_every_field_of_the_contract() -> None:
     assert body["usage"]["completion_tokens"] == 16
 
 
+@pytest.mark.parametrize(("left", "count"), [(1, 1), (15, 15), (17, 16)])
+async def test_the_hosted_default_gives_way_to_the_context(left: int, count: int) -> None:
+    """R70, R71: a prompt of `max_model_len - 1` is served, and who asked for nothing gets less."""
+    server = a_server(tokens(ids("a" * 99)))
+    answer = await complete(server, prompt=[1] * (CONTEXT - left))
+    assert answer.json()["usage"]["completion_tokens"] == count
+    assert (await complete(server, prompt=[1] * CONTEXT)).status_code == 400
+    asked = await complete(server, prompt=[1] * (CONTEXT - left), max_tokens=left + 1)
+    assert error_of(asked)["param"] == "max_tokens"
+
+
 @pytest.mark.parametrize(
     ("prompt", "count"),
     [
@@ -41,10 +52,11 @@ async def test_a_completion_has_every_field_of_the_contract() -> None:
         (["a", "b", "c"], 3),
         ([1, 2, 3], 1),
         ([[1, 2], [3]], 2),
+        ([[1.0, 2], [3.0]], 2),
         (["x"] * 64, 64),
         (" ", 1),
     ],
-    ids=["text", "texts", "ids", "lists of ids", "64", "blank"],
+    ids=["text", "texts", "ids", "lists of ids", "whole numbers", "64", "blank"],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_each_prompt_gets_the_choice_of_its_index(

@@ -128,6 +128,18 @@ PLAIN_ONLY = [
     Field("logprobs", "integer", (), (-1, 21), (0, 20)),
     Field("best_of", "integer", (1,), (0,), (2,)),
     Field("suffix", "string", ("",), refused=("x",)),
+    *(
+        Field(name, "any", refused=(5, {}, "x"))
+        for name in (
+            "max_completion_tokens",
+            "tools",
+            "tool_choice",
+            "functions",
+            "function_call",
+            "top_logprobs",
+            "thinking_token_budget",
+        )
+    ),
 ]
 REQUIRED = {"model", "messages", "prompt"}
 ROUTES: dict[str, tuple[dict[str, Any], list[Field], Any]] = {
