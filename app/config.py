@@ -40,6 +40,7 @@ class Limits:
     """What one request may hold; sizes in bytes, times in seconds (O12, O39, O50)."""
 
     body_bytes: int = 64 * 1024 * 1024
+    body_values: int = 200_000  # JSON values of a body
     body_timeout_s: float = 60.0
     images: int = 16
     image_bytes: int = 20 * 1024 * 1024
@@ -278,6 +279,7 @@ def _resolve(model: str, values: dict[str, Any]) -> ServerConfig:
         fault_injection=values["fault-injection"],
         limits=Limits(
             body_bytes=values["max-body-bytes"],
+            body_values=values["max-body-values"],
             body_timeout_s=values["body-timeout-s"],
             images=values["max-images"],
             image_bytes=values["max-image-bytes"],

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import orjson
 
+from app.longtext import LONG, TooManyValues, lift, put_back
 from engine.errors import RequestError
 
 MAX_DEPTH: Final = 128
+MOST_VALUES: Final = 200_000
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _LOWEST, _HIGHEST = -(2**63), 2**64 - 1
 _DIGITS: Final = 20  # an integer with more is beyond 64 bits
@@ -29,18 +32,34 @@ class _Bad(NamedTuple):
     text: str
 
 
-def parse_object(data: bytes) -> dict[str, Any]:
-    """The one JSON object in these bytes.
+def parse_object(data: bytes | bytearray, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
+    """The one JSON object in these bytes; a long text is read in pieces (`app.longtext`).
+
+    Args:
+        data: UTF-8, with or without a byte order mark.
+        most_values: that a long text may hold: each costs the other threads their turn.
 
     Raises:
-        RequestError: `invalid_json`, or `invalid_value` for an integer beyond 64 bits; `param`
-            names the place of a bad number.
+        RequestError: `invalid_json`, `request_too_large` for too many values, or `invalid_value`
+            for an integer beyond 64 bits; `param` names the place of a bad number.
     """
-    text = data.removeprefix(_BYTE_ORDER_MARK)
+    text = data[len(_BYTE_ORDER_MARK) :] if data.startswith(_BYTE_ORDER_MARK) else data
+    strings: Mapping[str, str] = {}
+    if len(text) > LONG:
+        try:
+            lifted = lift(text, most_values)
+        except TooManyValues:
+            raise RequestError(
+                f"The body holds more than {most_values} values. Send fewer, or a text instead of "
+                "a list.",
+                code="request_too_large",
+            ) from None
+        text, strings = lifted.text, lifted.strings
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as broken:
-        raise _bad_number(text) or _invalid(f"The body is not JSON: {broken}.") from None
+        why = broken.msg if strings else str(broken)  # places are those of the shortened text
+        raise _bad_number(text) or _invalid(f"The body is not JSON: {why}.") from None
     if not isinstance(value, dict):
         raise _invalid("The body has to be one JSON object.")
     depth_ok, all_small = _walk(value)
@@ -48,6 +67,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise _invalid(f"The body is nested deeper than {MAX_DEPTH} levels.")
     if not all_small and (error := _bad_number(text)):
         raise error
+    if strings:
+        put_back(value, strings)
     return value
 
 
@@ -70,7 +91,7 @@ def _walk(value: Any) -> tuple[bool, bool]:
     return False, all_small
 
 
-def _bad_number(text: bytes) -> RequestError | None:
+def _bad_number(text: bytes | bytearray) -> RequestError | None:
     """The error for the first number that cannot be held, with its place; None if there is none."""
     try:
         value = json.loads(

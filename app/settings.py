@@ -208,6 +208,7 @@ SETTINGS: tuple[Setting, ...] = (
     _key("clamp", SWITCH, "off", "Cut `max_tokens` to the room left instead of refusing."),
     _key("metrics-open", SWITCH, "off", "Answer `/metrics` without a key."),
     _key("max-body-bytes", whole(1), "67108864", "Largest request body."),
+    _key("max-body-values", whole(1), "200000", "JSON values of one request body above 64 KiB."),
     _key("body-timeout-s", seconds(0.1, _DAY_S), "60", "Longest time that a body may take."),
     _key("max-images", whole(0), "16", "Pictures of one request."),
     _key("max-image-bytes", whole(1), "20971520", "Largest picture file."),

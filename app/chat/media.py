@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -32,6 +32,8 @@ PICTURE_TIME_S: Final = 10.0  # from the start of its decoding (O54)
 REQUEST_PIXELS: Final = 4  # times the limit of one picture (O50)
 
 _WHITE_SPACE: Final = b" \t\r\n\f\v"
+_BLANKS: Final = _WHITE_SPACE.decode() + "="
+PIECE_BYTES: Final = 1024 * 1024  # of one call; whole groups of four base64 characters
 # What encoders escape in base64; replacing these needs no memory, whatever the text holds.
 _ESCAPES: Final = (
     (b"%2B", b"+"), (b"%2b", b"+"), (b"%2F", b"/"), (b"%2f", b"/"), (b"%3D", b"="), (b"%3d", b"="),
@@ -190,25 +192,33 @@ def read_data_url(url: str, limit: int) -> bytes:
         )
     if not scheme.startswith("data:"):
         raise _bad_url(f"the image URL is not a data URL; {_WANTED}")
-    head, comma, body = text.partition(",")
-    if not comma or not head.replace(" ", "").lower().endswith(";base64"):
+    comma = text.find(",")
+    head = text[: max(comma, 0)]
+    if comma < 0 or not head.replace(" ", "").lower().endswith(";base64"):
         raise _bad_url(f"the data URL is not marked as base64; {_WANTED}")
+    # Counted before anything is copied: what cannot be data is at most this much of the text. No
+    # one call goes over more of it than needed, since other threads wait for its end (O14).
+    other = 3 * text.count("%") + sum(text.count(blank) for blank in _BLANKS)
+    _check_size((len(text) - comma - 1 - other) * 3 // 4, limit)
     try:
-        raw = body.encode("ascii")
+        raw = text[comma + 1 :].encode("ascii")
     except UnicodeEncodeError as cause:
         raise _bad_url(f"the data URL does not hold base64; {_WANTED}") from cause
-    packed = _unescaped(raw).translate(None, _WHITE_SPACE).rstrip(b"=")
+    packed = b"".join(part.translate(None, _WHITE_SPACE) for part in _pieces(_unescaped(raw)))
+    packed = packed.rstrip(b"=")
+    if b"=" in packed:
+        raise _bad_url(f"the data URL does not hold base64; {_WANTED}")
     if not packed:
         raise _bad_url(f"the data URL holds no data; {_WANTED}")
-    if len(packed) * 3 // 4 > limit:
-        raise RequestError(
-            f"the picture has {len(packed) * 3 // 4} bytes; the limit is {limit}.",
-            code="image_too_large",
-        )
+    _check_size(len(packed) * 3 // 4, limit)
     try:
-        return binascii.a2b_base64(packed + b"=" * (-len(packed) % 4), strict_mode=True)
+        parts = [
+            binascii.a2b_base64(part + b"=" * (-len(part) % 4), strict_mode=True)
+            for part in _pieces(packed)
+        ]
     except binascii.Error as cause:
         raise _bad_url(f"the data URL does not hold base64; {_WANTED}") from cause
+    return b"".join(parts)
 
 
 async def _decode_one(picture: PlannedPicture, pool: DecodePool) -> CutPicture:
@@ -224,6 +234,11 @@ async def _decode_one(picture: PlannedPicture, pool: DecodePool) -> CutPicture:
         raise _placed(refused, picture.param) from refused
 
 
+def _pieces(data: bytes) -> Iterator[bytes]:
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
+
+
 def _unescaped(raw: bytes) -> bytes:
     if b"%" not in raw:
         return raw
@@ -232,6 +247,13 @@ def _unescaped(raw: bytes) -> bytes:
     if raw.count(b"%") > _MAX_OTHER_ESCAPES:
         raise _bad_url(f"the data URL is percent-encoded beyond need; {_WANTED}")
     return unquote_to_bytes(raw)
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        raise RequestError(
+            f"the picture has {size} bytes or more; the limit is {limit}.", code="image_too_large"
+        )
 
 
 def _within_request(pixels: int, limit: int) -> None:

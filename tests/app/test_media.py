@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from app.chat.media import (
+    PIECE_BYTES,
     CutPicture,
     DecodePool,
     ImagePart,
@@ -136,6 +137,24 @@ def test_base64_that_is_percent_encoded_beyond_need_is_read_or_refused_in_bounds
     assert read_data_url("data:;base64," + quote(packed, safe=""), 100_000) == data
     assert read_data_url("data:;base64," + everything, 100_000) == data
     assert refusal("data:;base64," + "%41" * 5_000_000).code == "invalid_image_url"
+
+
+@pytest.mark.parametrize("line", [76, PIECE_BYTES - 1])
+def test_large_data_is_the_same_wherever_its_pieces_end(line: int) -> None:
+    """O14, O49: a call goes over one piece; blanks shift the groups of four across the borders."""
+    data = bytes(range(256)) * 13_000
+    packed = base64.b64encode(data).decode()
+    lines = "\n".join(packed[at : at + line] for at in range(0, len(packed), line))
+    assert read_data_url("data:;base64," + lines, len(data)) == data
+    with pytest.raises(RequestError, match="bytes or more"):
+        read_data_url("data:;base64," + lines, len(data) - 1_000)
+
+
+def test_padding_at_the_end_of_a_piece_is_no_padding() -> None:
+    """O49: it stands at the end of the data or nowhere."""
+    piece = "A" * (PIECE_BYTES - 1) + "="
+    assert refusal(f"data:;base64,{piece}AAAA").code == "invalid_image_url"
+    assert len(read_data_url(f"data:;base64,{piece}", PIECE_BYTES)) == PIECE_BYTES // 4 * 3 - 1
 
 
 @pytest.mark.parametrize("body", ["AAAAA", "AA=AA", "A", "AA-_", "ÄÄÄÄ", "====", "AAAA,AAAA"])

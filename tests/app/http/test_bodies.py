@@ -10,6 +10,7 @@ import pytest
 
 from app import jsontext
 from app.bodies import IN_THREAD_FROM
+from app.longtext import PIECE, lift
 from app.schemas.chat import ChatRequest, check_chat
 from app.schemas.generation import FieldContext
 from engine.errors import RequestError
@@ -221,9 +222,9 @@ async def test_a_large_body_is_read_and_checked_in_a_thread(
     """O14: the event loop goes on meanwhile; from 64 KiB on, so above 1 MiB too."""
     threads = []
 
-    def parse(data: bytes) -> dict[str, object]:
+    def parse(data: bytes, *, most_values: int) -> dict[str, object]:
         threads.append(threading.current_thread())
-        return jsontext.parse_object(data)
+        return jsontext.parse_object(data, most_values=most_values)
 
     def check(request: ChatRequest, context: FieldContext) -> None:
         threads.append(threading.current_thread())
@@ -237,6 +238,66 @@ async def test_a_large_body_is_read_and_checked_in_a_thread(
         await http.post(CHAT, json=server.ask())
     here = [thread is threading.main_thread() for thread in threads]
     assert here == [False, False, True, True]
+
+
+async def test_more_values_than_the_limit_are_413_before_they_are_made() -> None:
+    """O14: millions of small values would stop every other thread for seconds."""
+    server = a_server(limits=with_limits(body_values=30_000))
+    async with server.client() as http:
+        fits = await http.post(CHAT, json=server.ask(foo=[[1, 2]] * 9_000))
+        texts = await http.post(CHAT, json=server.ask(foo=["[,{" * 9] * 20_000))
+        over = await http.post(CHAT, json=server.ask(foo=[[1, 2]] * 11_000))
+    assert [fits.status_code, texts.status_code, over.status_code] == [200, 200, 413]
+    error = error_of(over)
+    assert (error["code"], "30000 values" in error["message"]) == ("request_too_large", True)
+
+
+UNITS = {
+    "plain": b"x",
+    "comma": b",",
+    "escape": rb"\\",
+    "newline": rb"\n",
+    "unicode": rb"\u00e9",
+    "pair": rb"\ud83d\ude00",
+    "two": "é".encode(),
+    "three": "€".encode(),
+    "four": "😊".encode(),
+}
+
+
+@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+def test_a_long_string_is_the_same_wherever_its_pieces_end(unit: bytes) -> None:
+    """O14: every border between two pieces falls everywhere inside a character."""
+    for shift in range(len(unit)):
+        inside = b"-" * shift + unit * (PIECE * 2 // len(unit))
+        text = b'{"a": ["%b", {"b": 1, "%b": "short"}], "c": "%b"}' % (inside, inside, unit)
+        assert len(lift(text, most_values=10).strings) == 2  # and none is read as a whole
+        read, plain = jsontext.parse_object(bytearray(text)), orjson.loads(text)
+        assert read == plain
+        assert [*read["a"][1]] == [*plain["a"][1]]  # keys in their order
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [rb"\ud83d", rb"\ude00", rb"\ud83d\u0041", rb"\x", rb"\u12", b"\xff", b"\xe0\x80\x80", b"\n"],
+    ids=repr,
+)
+@pytest.mark.parametrize("end", [b'"}', b"", b'" "}'])
+def test_a_long_string_that_is_none_is_refused_as_a_short_one(broken: bytes, end: bytes) -> None:
+    """O13."""
+    for inside in (b"x" * PIECE + broken, broken + b"x" * PIECE):
+        text = b'{"a": "' + inside + end
+        with pytest.raises(RequestError) as caught:
+            jsontext.parse_object(text)
+        assert caught.value.code == "invalid_json"
+
+
+def test_a_bad_number_beside_a_long_string_has_its_place() -> None:
+    """O13, O27."""
+    text = b'{"a": "' + b"x" * PIECE + b'", "b": [1, 1e400]}'
+    with pytest.raises(RequestError) as caught:
+        jsontext.parse_object(text)
+    assert (caught.value.code, caught.value.param) == ("invalid_json", "b[1]")
 
 
 async def test_a_get_with_a_body_and_a_query_is_answered_as_without() -> None:
