@@ -29,7 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 WORKERS: Final = 2  # threads for templates and tokens: one that waits must not stop the other
-COUNTED_CHARACTERS: Final = 1_000_000  # above, a prompt that cannot fit is not counted to the last token
+COUNTED_CHARACTERS: Final = 1_000_000  # above, what cannot fit is not counted to the last token
 
 _LIMITS: Final = Limits()
 _NONE: Final[Mapping[str, Any]] = {}
