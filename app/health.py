@@ -169,11 +169,6 @@ class Health:
         """Whether a restart from outside would not help (R94)."""
         return self._state not in NOT_LIVE
 
-    @property
-    def parts_off(self) -> Mapping[str, str]:
-        """Optional parts that are off, code -> sentence; who needs one is refused."""
-        return self._parts_off
-
     def refusal(self, asks: Asks) -> StateRefused | None:
         """The 503 that the state has for such a request, or None when it may go on (R96, O9)."""
         if self._state is State.READY:

@@ -158,13 +158,6 @@ async def decode(planned: Sequence[PlannedPicture], pool: DecodePool) -> list[Cu
             task.cancel()
 
 
-async def load_pictures(
-    parts: Sequence[ImagePart], spec: PatchSpec, limits: Limits, pool: DecodePool
-) -> list[CutPicture]:
-    """Plan and decode in one go, for callers that have no context to check in between."""
-    return await decode(await pool.run(lambda: plan(parts, spec, limits)), pool)
-
-
 def cut_picture(planned: PlannedPicture) -> CutPicture:
     """Decode, resize and cut one picture; a second or so for the largest."""
     patches = cut(open_upright(planned.data, planned.header), planned.spec, planned.grid).tobytes()

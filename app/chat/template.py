@@ -17,22 +17,6 @@ FILE: Final = "chat_template.jinja"
 CONFIG: Final = "tokenizer_config.json"
 MESSAGE_CHARACTERS: Final = 300  # of a template's own words in an error (O47)
 
-# Names that the server itself sets; a client's `chat_template_kwargs` may not (O25).
-OWN_NAMES: Final = frozenset(
-    {
-        "add_generation_prompt",
-        "bos_token",
-        "chat_template",
-        "continue_final_message",
-        "eos_token",
-        "messages",
-        "pad_token",
-        "tokenize",
-        "tools",
-        "unk_token",
-    }
-)
-
 
 class ChatTemplate:
     """One checkpoint's template: messages in, shielded text with its markers out."""

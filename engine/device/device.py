@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from engine.errors import DeviceError
@@ -72,8 +71,3 @@ class Device(Protocol):
 
         Synchronises, allocates 16 floats, writes, reads back, compares. Never raises `DeviceError`.
         """
-
-
-def as_float32(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """A float32 copy, or the same array when it is one already."""
-    return array.astype(np.float32, copy=False)

@@ -30,7 +30,6 @@ from engine.messages import Inject
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ILLEGAL_ADDRESS = 700
 _CANARY = np.arange(1.0, 17.0, dtype=np.float32)  # 16 floats (R76)
 _RECENT = 1024  # results of launches that may still be asked for: several steps' worth
 _CONTEXTS = count(1)

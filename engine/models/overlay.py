@@ -129,43 +129,6 @@ def require_resident(overlay: Overlay, device: Device) -> None:
         )
 
 
-def check_placeholders(
-    prompt: Sequence[int], pictures: Sequence[Picture], image_token: int
-) -> None:
-    """Hold a prompt to its pictures: placeholders are covered, nothing else is (rules 28, 35).
-
-    An assertion on our own work, made before the tower runs.
-
-    Raises:
-        RequestFault: naming the first place where the two disagree.
-    """
-    at = 0
-    for number, picture in enumerate(pictures):
-        end = picture.position + picture.tokens
-        if picture.position < at or end > len(prompt):
-            raise RequestFault(
-                f"picture {number} covers positions [{picture.position}, {end}) of a prompt of "
-                f"{len(prompt)} tokens, of which {at} are behind earlier pictures."
-            )
-        _no_placeholder(prompt[at : picture.position], at, image_token)
-        for position in range(picture.position, end):
-            if prompt[position] != image_token:
-                raise RequestFault(
-                    f"picture {number} covers position {position}, which holds token "
-                    f"{prompt[position]} and not the placeholder {image_token}."
-                )
-        at = end
-    _no_placeholder(prompt[at:], at, image_token)
-
-
-def _no_placeholder(tokens: Sequence[int], start: int, image_token: int) -> None:
-    if image_token in tokens:
-        raise RequestFault(
-            f"position {start + list(tokens).index(image_token)} holds the placeholder "
-            f"{image_token}, but no picture covers it."
-        )
-
-
 def _obey_span_law(spans: tuple[Span, ...], rows: int) -> tuple[Span, ...]:
     """Rule 2. Spans may share rows (the same picture twice), but leave none unused."""
     behind = 0

@@ -7,7 +7,7 @@ import base64
 import builtins
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from urllib.parse import quote
@@ -23,7 +23,6 @@ from app.chat.media import (
     ImagePart,
     cut_picture,
     decode,
-    load_pictures,
     plan,
     read_data_url,
 )
@@ -56,6 +55,11 @@ def a_part(url: str, detail: str | None = None, number: int = 0) -> ImagePart:
     return ImagePart(url, detail, f"messages[0].content[{number}]")
 
 
+async def load(parts: Sequence[ImagePart], pool: DecodePool) -> list[CutPicture]:
+    """Planned, then decoded, as the prompter does it; both off the loop."""
+    return await decode(await pool.run(lambda: plan(parts, SPEC, LIMITS)), pool)
+
+
 def refusal(url: str, limits: Limits = LIMITS) -> RequestError:
     with pytest.raises(RequestError) as refused:
         plan([a_part(url, number=3)], SPEC, limits)
@@ -84,7 +88,7 @@ async def test_each_odd_file_comes_through_a_data_url_alike(entry: Entry, pool: 
     """B-001 to B-023 as clients send them; the declared type never decides."""
     part = a_part(data_url(entry.data, "application/octet-stream"))
     try:
-        (cut,) = await load_pictures([part], SPEC, LIMITS, pool)
+        (cut,) = await load([part], pool)
     except RequestError as refused:
         came: CutPicture | RequestError = refused
     else:
@@ -245,7 +249,7 @@ async def test_pictures_come_back_in_their_order(pool: DecodePool) -> None:
     small = data_url((FOLDER / "solid_red.png").read_bytes())
     parts = [a_part(url, number=n) for n, url in enumerate((large, small, large, small))]
 
-    cut = await load_pictures(parts, SPEC, LIMITS, pool)
+    cut = await load(parts, pool)
 
     assert [picture.digest for picture in cut[:2]] == [picture.digest for picture in cut[2:]]
     assert cut[1].patches[:3] == b"\xff\xff\xff"  # the red channel of the first patch
@@ -276,7 +280,7 @@ async def test_the_loop_stays_free_while_large_pictures_are_decoded(pool: Decode
     large = saved(Image.fromarray(noise).resize((2000, 2000)), "JPEG")
     parts = [a_part(data_url(large), number=n) for n in range(16)]
     longest = 0.0
-    done = asyncio.ensure_future(load_pictures(parts, SPEC, LIMITS, pool))
+    done = asyncio.ensure_future(load(parts, pool))
     while not done.done():
         began = perf_counter()
         await asyncio.sleep(0.001)

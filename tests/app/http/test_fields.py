@@ -208,7 +208,7 @@ def _without_chance(ask: Generate) -> Any:
 
 
 async def test_what_is_honoured_reaches_the_engine() -> None:
-    """Issue fields: each sampling field of the request is in the `Generate`."""
+    """O23, O25: each sampling field of the request is in the `Generate`."""
     server = a_server()
     fields = {
         "temperature": 0.7,

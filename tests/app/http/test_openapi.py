@@ -72,7 +72,7 @@ def test_every_reference_leads_somewhere() -> None:
 
 @pytest.mark.parametrize("path", ["/docs", "/docs/start.js", "/docs/swagger-ui.css"])
 async def test_the_page_and_its_parts_name_no_other_host(path: str) -> None:
-    """Issue item 7: assets come from the package."""
+    """Section 1: assets come from the package."""
     async with a_server().client() as http:
         answer = await http.get(path)
     assert answer.status_code == 200
@@ -80,7 +80,7 @@ async def test_the_page_and_its_parts_name_no_other_host(path: str) -> None:
 
 
 async def test_the_page_cannot_reach_out_whatever_its_scripts_try() -> None:
-    """Issue item 7: the policy allows this server and nothing else."""
+    """Section 1: the policy allows this server and nothing else."""
     async with a_server().client() as http:
         page = await http.get("/docs")
         script = await http.get("/docs/swagger-ui-bundle.js")

@@ -14,11 +14,10 @@ from engine.device.device import Array
 from engine.device.host import HostDevice
 from engine.device.orders import FaultBoard
 from engine.errors import NotResident, RequestFault, ShapeMismatch
-from engine.messages import Inject, Picture
+from engine.messages import Inject
 from engine.models.overlay import (
     Overlay,
     Span,
-    check_placeholders,
     require_resident,
     splice,
 )
@@ -294,41 +293,6 @@ def test_a_splice_that_is_refused_leaves_the_target_untouched() -> None:
         with pytest.raises(error, match=line):
             splice(x, overlay, where, ops)
         assert not x.any()
-
-
-# -- placeholders ---------------------------------------------------------------------------
-
-IMAGE = 99
-
-
-def a_picture(position: int, tokens: int) -> Picture:
-    return Picture(b"", (1, 2, 2 * tokens), position, tokens, "")
-
-
-def test_a_prompt_whose_placeholders_are_its_pictures_passes() -> None:
-    """Rules 28 and 35; also two pictures side by side, and a prompt without any."""
-    check_placeholders([1, IMAGE, IMAGE, IMAGE, 2], [a_picture(1, 2), a_picture(3, 1)], IMAGE)
-    check_placeholders([1, 2, 3], [], IMAGE)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "pictures", "line"),
-    [
-        ([1, IMAGE, IMAGE, 2], [a_picture(2, 2)], "position 1 holds the placeholder"),
-        ([1, IMAGE, IMAGE, 2], [a_picture(1, 3)], "position 3, which holds token 2"),
-        ([1, IMAGE, IMAGE, 2], [a_picture(1, 1)], "position 2 holds the placeholder"),
-        ([1, IMAGE, IMAGE], [a_picture(1, 3)], "prompt of 3 tokens"),
-        ([IMAGE, IMAGE, IMAGE], [a_picture(0, 2), a_picture(1, 2)], "behind earlier pictures"),
-        ([1, IMAGE, 2], [], "position 1 holds the placeholder"),
-        ([1, 2, IMAGE], [a_picture(-1, 1)], "behind earlier pictures"),
-    ],
-)
-def test_placeholders_and_pictures_that_differ_are_our_fault(
-    prompt: list[int], pictures: list[Picture], line: str
-) -> None:
-    """Rules 28, 34 and 35: found before the tower runs; the first place is named."""
-    with pytest.raises(RequestFault, match=line):
-        check_placeholders(prompt, pictures, IMAGE)
 
 
 def test_a_span_says_where_it_ends() -> None:
