@@ -88,7 +88,7 @@ class EventStream(Response):
         self._sent_at = 0.0
         self._turn = asyncio.Lock()  # the heartbeat never comes between head and event
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI calls it so
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
         beat = asyncio.create_task(self._beat(send)) if self._keep_alive_s else None

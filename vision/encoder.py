@@ -85,17 +85,19 @@ def load_encoder(
     family = config.get("model_type")
     if family != "glm5_next":
         raise ModelError(
-            f"config.json: model_type {family!r} has vision tensors but no tower here."
+            f"config.json: model_type {family!r} has vision tensors but no tower here; serve a "
+            "glm5_next checkpoint."
         )
     tower = glm5_next.read_spec(config)
     if tower.width != spec.hidden:
         raise ModelError(
             f"config.json: vision_config.out_hidden_size is {tower.width}, but the text model is "
-            f"{spec.hidden} wide; image rows would not fit."
+            f"{spec.hidden} wide; image rows would not fit. Use the config.json of this checkpoint."
         )
     if spec.image_token is None:
         raise ModelError(
-            "config.json has no image_token_id, but the checkpoint has vision tensors."
+            "config.json has no image_token_id, but the checkpoint has vision tensors; use the "
+            "config.json of this checkpoint."
         )
     for name, shape in glm5_next.tensor_shapes(tower).items():
         full = glm5_next.PREFIX + name
@@ -104,7 +106,7 @@ def load_encoder(
         if source.shape(full) != shape:
             raise ModelError(
                 f"{folder}: tensor {full} has shape {source.shape(full)}, config.json asks for "
-                f"{shape}."
+                f"{shape}; download the checkpoint again."
             )
     patches = read_patch_spec(folder, tower.patch, tower.merge, tower.temporal)
     weights = glm5_next.load_weights(source, tower, ops, device)
@@ -142,14 +144,19 @@ def read_patch_spec(folder: Path, patch: int, merge: int, temporal: int) -> Patc
             f"{folder / 'preprocessor_config.json'} is missing; without it pictures cannot be cut."
         ) from absent
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as bad:
-        raise ModelError(f"{path} cannot be used: {type(bad).__name__} {bad}.") from bad
+        raise ModelError(
+            f"{path} cannot be used: {type(bad).__name__} {bad}. Use the checkpoint's own."
+        ) from bad
     asked = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": temporal}
     wants = {"patch_expand_factor": 1, "resample": 3, "do_rescale": True, "do_normalize": True}
     for field, want in (asked | wants).items():
         if settings.get(field, want) != want:
             raise ModelError(f"{path}: {field} is {settings[field]}, but must be {want}.")
     if not 1 <= spec.min_tokens <= spec.max_tokens or 0.0 in spec.std:
-        raise ModelError(f"{path}: the token budget or image_std cannot work.")
+        raise ModelError(
+            f"{path}: min_image_tokens to max_image_tokens is {spec.min_tokens} to "
+            f"{spec.max_tokens} and image_std {spec.std}; use the checkpoint's own."
+        )
     return spec
 
 
