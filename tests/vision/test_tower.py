@@ -347,7 +347,7 @@ def test_a_tower_of_another_width_ends_the_boot(
         ("patch_expand_factor", 2, "patch_expand_factor"),
         ("resample", 2, "resample"),
         ("image_mean", [0.5], "image_mean|ValueError"),
-        ("max_image_tokens", 1, "max_image_tokens is 49 to 1"),
+        ("max_image_tokens", 1, "max_image_tokens is 9 to 1"),
         ("min_image_tokens", None, "min_image_tokens|TypeError"),
     ],
 )
