@@ -31,7 +31,7 @@ from app.supervisor import HUNG, UNRECOVERABLE, Supervisor
 from engine.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
-    from app.answering import Answering  # the web framework: imported when the worker loads
+    from app.http_server import HttpServer  # the web framework: imported when the worker loads
 
 BACKLOG: Final = 2_048
 FAULT_ANSWERS_S: Final = 15.0  # R84: so long a server without a worker answers what is in flight
@@ -134,25 +134,25 @@ class Server:
         announce: asyncio.Task[None] | None = None
         try:
             await self._supervisor.start()
-            answering = await asyncio.to_thread(self._prepare)
-            self._moves.open(answering.log_move)
-            answering.start(self._listener)
+            http = await asyncio.to_thread(self._prepare)
+            self._moves.open(http.log_move)
+            http.start(self._listener)
             announce = asyncio.create_task(self._announce())
-            self._reload_keys_into(answering)
-            return await self._until_the_end(answering)
+            self._reload_keys_into(http)
+            return await self._until_the_end(http)
         finally:
             if announce is not None:
                 announce.cancel()
             self._progress.close()
             await self._supervisor.stop()
 
-    def _prepare(self) -> Answering:
+    def _prepare(self) -> HttpServer:
         """Everything heavy, in a thread: the worker loads meanwhile and is listened to."""
-        from app.answering import Answering
+        from app.http_server import HttpServer
 
-        return Answering(self._config, self._health, self._client, self._supervisor)
+        return HttpServer(self._config, self._health, self._client, self._supervisor)
 
-    async def _until_the_end(self, answering: Answering) -> int:
+    async def _until_the_end(self, http: HttpServer) -> int:
         exit_code = self._supervisor.exit_code
         stop = asyncio.create_task(self._stop.wait())
         either: set[asyncio.Future[Any]] = {stop, exit_code}
@@ -160,31 +160,31 @@ class Server:
         stop.cancel()
         if exit_code.done():
             _watchdog(FAULT_ANSWERS_S + MARGIN_S, exit_code.result())
-            await answering.finish(FAULT_ANSWERS_S)
+            await http.finish(FAULT_ANSWERS_S)
         else:
             _watchdog(self._config.drain_s + MARGIN_S, 0)
-            await self._drain(answering)
+            await self._drain(http)
         if not exit_code.done():
             return 0
         code, why = exit_code.result(), self._supervisor.why
         _say(f"{_WORDS[code]}: {why} (exit code {code})" if code in _WORDS else why)
         return code
 
-    async def _drain(self, answering: Answering) -> None:
+    async def _drain(self, http: HttpServer) -> None:
         """Running requests finish, unless a second signal says that nobody waits for them."""
-        drain = asyncio.create_task(self._drain_and_finish(answering))
+        drain = asyncio.create_task(self._drain_and_finish(http))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
         if hurry.done():
             self._supervisor.kill()
-            await answering.drop()
+            await http.drop()
         for task in (drain, hurry):
             task.cancel()
         await asyncio.wait({drain, hurry})
 
-    async def _drain_and_finish(self, answering: Answering) -> None:
+    async def _drain_and_finish(self, http: HttpServer) -> None:
         await self._supervisor.drain_and_stop()
-        await answering.finish(LAST_BYTES_S)
+        await http.finish(LAST_BYTES_S)
 
     async def _announce(self) -> None:
         """The ready line, after the self-test and not before (R98)."""
@@ -204,7 +204,7 @@ class Server:
     def _on_signal(self) -> None:
         (self._hurry if self._stop.is_set() else self._stop).set()
 
-    def _reload_keys_into(self, answering: Answering) -> None:
+    def _reload_keys_into(self, http: HttpServer) -> None:
         """On SIGHUP the key file is read again; a broken one changes nothing (O15)."""
         file = self._config.api_key_file
         if file is None:
@@ -212,7 +212,7 @@ class Server:
 
         def reload() -> None:
             try:
-                answering.replace_keys(read_api_keys(file))
+                http.replace_keys(read_api_keys(file))
             except ConfigError as error:
                 _say(f"the old keys stay: {error}")
 

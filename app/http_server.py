@@ -35,7 +35,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-class Answering:
+class HttpServer:
     """Made in a thread while the worker loads; serves on the loop.
 
     Raises: `ModelError` when the checkpoint's tokenizer, template or configs are broken.
