@@ -10,6 +10,7 @@ import secrets
 from time import monotonic
 from typing import Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.errors import ErrorAnswer, TransportRefused, answer_of
@@ -24,6 +25,10 @@ _LARGE_HEAD: Final = f"The head of the request is larger than the limit of {HEAD
 
 class HeadTooLarge(Exception):
     """The request line and the headers are above the limit; raised through the parser."""
+
+
+class NoProxy(Exception):
+    """CONNECT asks for a tunnel; raised through the parser."""
 
 
 class Connection(HttpToolsProtocol):
@@ -53,7 +58,11 @@ class Connection(HttpToolsProtocol):
             return
         in_body = self.cycle is not None and self.cycle.more_body
         self._body_bytes = len(data) if in_body else 0
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
         if self.transport.is_closing():
             return
         if self._in_head:
@@ -65,6 +74,22 @@ class Connection(HttpToolsProtocol):
             return
         self._owe()  # also for the rest of a body that was answered already
 
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offered:
+                # Another protocol is offered, as some clients do with each first request (h2c),
+                # and not taken. The parser would leave the body to that protocol: a new one gets
+                # the same request without the offer.
+                headers = [(name, value) for name, value in self.headers if name != b"upgrade"]
+                lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+                head = b"%b %b HTTP/1.1\r\n%b\r\n" % (self.parser.get_method(), self.url, lines)
+                self.parser = httptools.HttpRequestParser(self)
+                data = head + data[offered.args[0] :]
+            else:
+                return
+
     def on_message_begin(self) -> None:
         self._in_head, self._head_bytes = True, -self._body_bytes
         super().on_message_begin()
@@ -74,9 +99,16 @@ class Connection(HttpToolsProtocol):
         if lines + len(self.url) > HEAD_BYTES:
             self._large = True
             raise HeadTooLarge
+        if self.parser.get_method() == b"CONNECT":
+            raise NoProxy
         self._in_head = False
         self._settle()
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():  # else it comes again, see `_feed`
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's text is not used
         """Refuse with the error object, or just close when an answer is being written."""
@@ -87,9 +119,6 @@ class Connection(HttpToolsProtocol):
             )
             self._refuse(answer_of(TransportRefused(code, text)))
         self.transport.close()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Another protocol was offered and is not taken: the request is served as HTTP."""
 
     @property
     def _answering(self) -> bool:

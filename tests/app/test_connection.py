@@ -28,12 +28,14 @@ class Echo:
         self.may_end = asyncio.Event()
         self.may_end.set()
         self.head_out = asyncio.Event()
+        self.heard = b""
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
+            self.heard += message["body"]
             if not message["more_body"]:
                 break
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -103,11 +105,12 @@ def refusal(answer: bytes) -> tuple[int, dict[str, str], dict[str, Any]]:
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         b"GET /a HTTP/3.7\r\nHost: x\r\n\r\n",
         b"BREW /a HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"CONNECT a:443 HTTP/1.1\r\nHost: x\r\n\r\n",
         b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
         b"POST /a HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
         POST + b"not a length\r\n",
     ],
-    ids=["tls", "ssh", "http2", "version", "method", "length", "lengths", "chunk"],
+    ids=["tls", "ssh", "http2", "version", "method", "tunnel", "length", "lengths", "chunk"],
 )
 async def test_what_is_no_http_gets_the_error_object(data: bytes) -> None:
     """O5, O17: every answer that is not 2xx has the one body, and an id."""
@@ -132,6 +135,26 @@ async def test_garbage_behind_a_request_does_not_get_into_its_answer() -> None:
         answer = await peer.rest()
     assert answer.count(b"HTTP/1.1") == 1
     assert answer.endswith(b"first\r\n")
+
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 300])
+async def test_an_offer_of_another_protocol_is_not_taken(pieces: int) -> None:
+    """O11: the JDK's client offers HTTP/2 with each first request; its body counts all the same."""
+    app = Echo()
+    bodies = [b'{"a": 1}', b'{"b": 2}']
+    head = b"POST /a HTTP/1.1\r\nHost: x\r\n%bContent-Length: 8\r\n\r\n" % OFFER
+    data = b"".join(head + body for body in bodies)
+    step = -(-len(data) // pieces)
+    async with connected(app) as peer:
+        for at in range(0, len(data), step):
+            await peer.send(data[at : at + step])
+            await asyncio.sleep(0)
+        for _ in bodies:
+            assert (await peer.until(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    assert app.heard == b"".join(bodies)
 
 
 def padded(size: int) -> bytes:
