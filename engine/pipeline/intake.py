@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.cache.budget import CachePlan
-from engine.errors import ShapeMismatch
+from engine.errors import CapacityExceeded, ShapeMismatch
 from engine.messages import RequestId
 from engine.models.batch import Batch
 from engine.models.overlay import Overlay
@@ -28,6 +28,7 @@ class Intake:
 
     def __init__(self, caches: CachePlan) -> None:
         self._page_tokens = caches.page_tokens
+        self._capacity = caches.context
         self._table = np.zeros((caches.slots, caches.pages_per_sequence), np.int32)
         self._held: list[tuple[int, ...]] = [()] * caches.slots  # pages that the table shows
         self._last = np.zeros(caches.slots, np.int32)
@@ -35,10 +36,17 @@ class Intake:
     def batch(self, plan: StepPlan, overlays: Mapping[RequestId, Overlay]) -> Batch:
         """The arrays of one step.
 
-        Raises: ShapeMismatch when a sequence has too few or too many pages; nothing was changed
-            on any device.
+        Raises: CapacityExceeded when a sequence would end behind its capacity: the step is refused
+            as a whole, before any layer of any stage (R28). ShapeMismatch when it has too few or
+            too many pages. Nothing was changed on any device.
         """
         work = plan.work
+        for w in work:
+            if w.start + w.count > self._capacity:
+                raise CapacityExceeded(
+                    f"request {w.request}: rows up to {w.start + w.count} were planned, a sequence "
+                    f"has {self._capacity} at most; serve with a larger --max-context."
+                )
         slots = [w.slot for w in work]
         widest = 1
         for w in work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.errors import ShapeMismatch
+from engine.errors import CapacityExceeded, ShapeMismatch
 from engine.messages import RequestId, Sampling
 from engine.models.overlay import Overlay
 from engine.pipeline.intake import Intake
@@ -43,6 +43,16 @@ def a_plan(*parts: Work) -> StepPlan:
 
 def an_intake() -> Intake:
     return Intake(a_plan_of_caches(slots=4, pages=40, context=160))
+
+
+def test_a_step_with_one_over_long_sequence_is_refused_as_a_whole() -> None:
+    """R28: before the first sequence is shown its pages; the last row of the capacity is fine."""
+    intake = an_intake()
+    pages = tuple(range(10))
+    with pytest.raises(CapacityExceeded, match=r"r1: rows up to 161 .* 160 at most"):
+        intake.batch(a_plan(work(0, 5, pages=pages), work(1, 160, pages=pages)), {})
+    batch = intake.batch(a_plan(work(1, 159, pages=pages)), {})
+    assert batch.rows.context.tolist() == [159]
 
 
 def test_decode_rows_read_the_token_that_their_slot_drew_last() -> None:

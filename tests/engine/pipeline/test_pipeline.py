@@ -13,13 +13,13 @@ from engine.config import EngineConfig
 from engine.device.faults import Judge, Latch
 from engine.device.host import HostDevice
 from engine.engine import Engine
-from engine.errors import ConfigRefused, StateReleased
+from engine.errors import CapacityExceeded, ConfigRefused, StateReleased
 from engine.messages import Event, Failed, Finished, Generate, RequestId, Sampling, Token
 from engine.models.registry import LoadedModel, load_model
 from engine.ops.reference.ops import ReferenceOps
 from engine.pipeline.pipeline import Pipeline
 from engine.pipeline.stage import Stage
-from engine.scheduler.plan import StepPlan, Work
+from engine.scheduler.plan import Draw, StepPlan, Work
 
 TINY = Path(__file__).parents[2] / "fixtures" / "glm5_next_tiny"
 
@@ -173,3 +173,35 @@ def test_stages_of_different_capacity_are_refused(machine: Machine) -> None:
 
     with pytest.raises(ConfigRefused, match="different capacities"):
         Pipeline([machine.stage(one), machine.stage(other)])
+
+
+def test_an_over_long_step_leaves_every_layer_as_it_was(machine: Machine) -> None:
+    """R28: recurrent layers stand before the first one that counts its rows."""
+    caches = machine.caches(max_context=64)
+    prompt, pages = machine.prompt(3, caches.context + 1), tuple(range(caches.pages_per_sequence))
+
+    def step(number: int, start: int, count: int) -> StepPlan:
+        chunk = prompt[start : start + count]
+        part = Work(
+            request=RequestId("a"),
+            slot=0,
+            start=start,
+            count=count,
+            tokens=chunk,
+            pages=pages,
+            draw=Draw(sampling=Sampling(), choice=0, position=start + count),
+            fresh=start == 0,
+        )
+        return StepPlan(number=number, work=(part,))
+
+    drawn = []
+    for refused in (False, True):
+        pipeline = Pipeline([machine.stage(caches)])
+        pipeline.submit(step(1, 0, 10), {})
+        if refused:
+            with pytest.raises(CapacityExceeded, match="--max-context"):
+                pipeline.submit(step(2, 10, caches.context - 9), {})
+            assert not pipeline.wrote
+        pipeline.submit(step(3, 10, 5), {})
+        drawn.append(pipeline.result(3).drawn)
+    assert drawn[0] == drawn[1]
