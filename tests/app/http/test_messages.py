@@ -166,6 +166,14 @@ async def test_a_setting_takes_results_and_calls_that_do_not_match(messages: Any
     assert (await ask(server, [*messages, {"role": "assistant"}])).status_code == 400
 
 
+@pytest.mark.parametrize("kind", ["input_audio", "file", "video_url", "input_video"])
+async def test_a_medium_that_is_not_taken_is_named(kind: str) -> None:
+    """Rule 47, O40: never dropped, and the client reads which part it was."""
+    error = error_of(await ask(a_server(), user([{"type": "text", "text": "x"}, {"type": kind}])))
+    assert (error["code"], error["param"]) == ("unsupported_modality", f"{CONTENT}[1]")
+    assert kind in error["message"]
+
+
 async def test_a_second_result_is_told_from_a_wrong_id() -> None:
     """O44: the message says what is wrong with it."""
     twice = error_of(await ask(a_server(), [CALLS, RESULT, RESULT]))

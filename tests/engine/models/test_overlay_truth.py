@@ -59,7 +59,12 @@ def answers(
 def test_laid_rows_are_bit_identical_to_the_tokens_they_stand_for(
     decoder: Decoder, substitutes: list[int], chunks: list[int]
 ) -> None:
-    """Rules 29 and 39: the prompt and ten tokens behind it, wherever the prompt is cut."""
+    """Rules 29 and 39: the prompt and ten tokens behind it, wherever the prompt is cut.
+
+    Rule 43 too: this model has residual streams, and rows that were laid behind their expansion
+    would not be those of a token.
+    """
+    assert decoder.spec.residual is not None
     prompt, overlay = laid(decoder, substitutes)
 
     want_ids, want = answers(decoder, substitutes, chunks, None)
