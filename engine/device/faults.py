@@ -94,11 +94,11 @@ class Judge:
         return Verdict.WORKER
 
     def canaries(self) -> None:
-        """A round trip on each stage while there is no work (R81); latches a lost one."""
-        if self.latch.fault is not None:
-            return
-        dead = self._probe()
-        if dead:
+        """A round trip on each stage while there is no work (R81); latches a lost one.
+
+        One that fails is a failed device call like any other: the probe behind it decides (R76).
+        """
+        if self.latch.fault is None and self._probe() and (dead := self._probe()):
             self._latch(min(dead), dead[min(dead)], "idle")
 
     def lost(self) -> ContextLost:

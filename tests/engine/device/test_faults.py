@@ -113,6 +113,15 @@ def test_an_idle_fault_is_found_by_the_canary_of_its_stage(bench: Bench) -> None
     assert bench.judge.answered_at[0] >= before
 
 
+def test_a_canary_that_fails_once_is_no_lost_stage(bench: Bench) -> None:
+    """R76, R81: its failure is probed as any other, and a passing probe makes it isolated."""
+    bench.board.order(Inject(fault="isolated", where="idle", stage=1, code=1))
+    with bench.board.during("idle"):
+        bench.judge.canaries()
+    assert bench.board.struck == 1
+    assert bench.latch.fault is None
+
+
 def test_a_wrong_answer_is_a_lost_stage_even_without_an_error() -> None:
     """R76: the canary's work is compared on the host, not only its status."""
 
