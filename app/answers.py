@@ -232,6 +232,7 @@ async def _observed(
         async for event in events:
             if type(event) is Token:
                 now = monotonic()
+                record.sampled_tokens += 1
                 if last:
                     observe(now - last)
                 elif record.first_token_at is None:

@@ -45,6 +45,7 @@ class RequestRecord:
     cached_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
+    sampled_tokens: int = 0  # that the worker sent, whether or not the answer came to its end
     queue_s: float | None = None
     prefill_s: float | None = None
     first_token_at: float | None = None

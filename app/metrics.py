@@ -118,7 +118,9 @@ class Metrics:
         self._prompt.inc(record.prompt_tokens)
         self._image.inc(record.image_tokens)
         self._cached.inc(record.cached_tokens)
-        self._generated.inc(record.completion_tokens)
+        # of an answer without an end there is no usage, but its tokens were generated
+        unended = record.cancelled or record.error
+        self._generated.inc(record.sampled_tokens if unended else record.completion_tokens)
         self._reasoning.inc(record.reasoning_tokens)
         if record.queue_s is not None:
             self._queue.observe(record.queue_s)

@@ -326,6 +326,7 @@ async def test_a_client_that_leaves_ends_its_request_at_once(
     assert server.engine.aborted == [server.engine.seen[0].request]
     text = server.metrics.text()
     assert b"stagelight_requests_cancelled_total 1.0" in text
+    assert b"stagelight_generation_tokens_total %.1f\n" % len(emitted) in text
     assert b"stagelight_requests_failed_total{" not in text
     assert not any(message.get("more_body") is False for message in connection.sent)
 
