@@ -232,7 +232,7 @@ SETTINGS: tuple[Setting, ...] = (
     _key("canary-period-s", seconds(0.1, 3_600), "5", "Time between idle checks of each stage."),
     _key("beat-period-s", seconds(0.05, 60), "1", "Longest sleep of an idle loop."),
     _key("ping-period-s", seconds(0.02, 60), "0.2", "Time between pings to the worker."),
-    _key("stall-soft-s", seconds(0.1, _DAY_S), "30", "Time without progress: degraded."),
+    _key("stall-soft-s", seconds(0.1, _DAY_S), "30", "Time without progress: stalled."),
     _key("stall-hard-s", seconds(0.2, _DAY_S), "120", "Time without progress: hung."),
     _key("restart-budget", whole(0), "3", "Worker deaths in the window that are mended."),
     _key("restart-window-s", seconds(1, _DAY_S), "600", "The window of the restart budget."),
