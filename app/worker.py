@@ -22,7 +22,7 @@ from engine.device.faults import Judge, Latch
 from engine.device.host import HostDevice
 from engine.device.orders import FaultBoard
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ConfigRefused, ModelError
 from engine.messages import Loaded, PatchSpec, Picture
 from engine.models.overlay import Overlay
 from engine.models.registry import load_model
@@ -71,7 +71,10 @@ def build(
     device = _device(config, board if config.fault_injection else None)
     ops = ReferenceOps(device)
     folder = Path(config.model)
-    model = load_model(folder, ops, device, progress)
+    try:
+        model = load_model(folder, ops, device, progress)
+    except ConfigRefused as refused:  # the checkpoint's geometry, which no flag of ours can mend
+        raise ModelError(_of(folder, str(refused))) from refused
     spec = model.spec
     encoder = load_encoder(folder, model.config, model.source, spec, ops, device)
     caches = plan_caches(spec, config, free_bytes=free_memory())
@@ -96,6 +99,10 @@ def build(
     )
     engine = Engine(config, spec, Pipeline(stages), builder, judge)
     return Machine(engine, judge, loaded)
+
+
+def _of(folder: Path, reason: str) -> str:
+    return reason if str(folder) in reason else f"{folder}: {reason}"
 
 
 def free_memory() -> int:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -11,7 +15,7 @@ from app.worker import WatchedEncoder, build, free_memory
 from engine.config import EngineConfig
 from engine.device.faults import Latch
 from engine.device.orders import FaultBoard
-from engine.errors import ConfigError, DeviceError
+from engine.errors import ConfigError, DeviceError, ModelError
 from engine.messages import Inject, Picture
 from vision.encoder import Encoder
 
@@ -42,6 +46,21 @@ def test_devices_that_this_version_cannot_use_are_refused(devices: tuple[str, ..
     config = EngineConfig(model=GLIMMER, devices=devices)
     with pytest.raises(ConfigError, match="--devices"):
         build(config, FaultBoard(), Latch(), Vitals(), lambda _done, _total: None)
+
+
+@pytest.mark.parametrize("changed", [{"num_experts_per_tok": 999}, {"num_attention_heads": 0}])
+def test_a_geometry_that_cannot_be_served_is_the_models_fault(
+    changed: dict[str, int], tmp_path: Path
+) -> None:
+    """R7, O97: exit 1, a bad model, and not 2: nobody can mend it with a flag."""
+    folder = tmp_path / "model"
+    shutil.copytree(GLIMMER, folder, ignore=shutil.ignore_patterns("samples"))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"].update(changed)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=next(iter(changed))) as refused:
+        build(EngineConfig(model=str(folder)), FaultBoard(), Latch(), Vitals(), lambda _d, _t: None)
+    assert str(folder) in str(refused.value)
 
 
 def test_orders_for_the_tower_strike_in_it_and_its_time_is_counted() -> None:
