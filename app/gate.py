@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.config import ApiKey
-from app.errors import ErrorAnswer, TransportRefused, answer_of
+from app.errors import ErrorAnswer, TransportRefused, answer_of, shown
 from app.logs import RequestRecord, log_failure, log_request, plain
 from app.metrics import Metrics
 from app.sse import ClientGone
@@ -259,15 +259,20 @@ def _unknown(method: str, asked: str, path: str) -> TransportRefused:
     stored = rest.startswith(_STORED) and rest != _STORED
     if version == "v1" and (stored or rest.partition("/")[0] in _OTHER_ENDPOINTS):
         return TransportRefused(
-            "endpoint_not_supported", f"This server does not offer {method} {asked[:120]}."
+            "endpoint_not_supported", f"This server does not offer {method} {_plain(asked)}."
         )
-    return TransportRefused("not_found", f"There is no {method} {asked[:120]} here.")
+    return TransportRefused("not_found", f"There is no {method} {_plain(asked)} here.")
+
+
+def _plain(path: str) -> str:
+    """As JSON text without its quotes: control characters are escaped (O6)."""
+    return shown(path)[1:-1]
 
 
 def _wrong_method(path: str, method: str, allowed: set[str]) -> TransportRefused:
     names = sorted(allowed | ({"HEAD"} if "GET" in allowed else set()))
     return TransportRefused(
         "method_not_allowed",
-        f"{method[:20]} is not possible on {path[:120]}; use {' or '.join(names)}.",
+        f"{method[:20]} is not possible on {_plain(path)}; use {' or '.join(names)}.",
         headers={"allow": ", ".join(names)},
     )

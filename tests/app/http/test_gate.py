@@ -218,6 +218,14 @@ async def test_a_wrong_method_is_405_with_the_right_ones_and_without_a_key() -> 
                 assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_a_path_is_shown_without_its_control_characters(method: str) -> None:
+    """O6: as JSON text, so that who prints the message prints no escape sequence."""
+    async with a_server().client() as http:
+        answer = await http.request(method, "/v1/models/a%1b%5b31m%00%0ab")
+    assert not any(ord(character) < 32 for character in error_of(answer)["message"])
+
+
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/v1/models", "/metrics", "/docs"])
 async def test_head_has_the_head_of_get_and_no_body(path: str) -> None:
     """O1, R97."""
