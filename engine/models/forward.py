@@ -46,12 +46,15 @@ class DraftWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """The whole text decoder. Shapes: embed, head (vocab, hidden) · norm (hidden,)."""
+    """The text decoder, or what one stage of it holds (rule 51).
 
-    embed: Array
-    layers: Mapping[int, LayerWeights]  # by layer number; a stage may hold its own only
-    norm: Array
-    head: Packed
+    Shapes: embed, head (vocab, hidden) · norm (hidden,)
+    """
+
+    embed: Array | None  # of the first stage
+    layers: Mapping[int, LayerWeights]  # by layer number
+    norm: Array | None  # this and what follows: of the last stage
+    head: Packed | None
     draft: DraftWeights | None
 
 
@@ -61,6 +64,8 @@ def enter(batch: Batch, weights: ModelWeights, spec: ModelSpec, ops: Ops) -> Arr
     Shapes: result (rows, streams + 1, hidden), or (rows, hidden) without hyper-connections
     Raises: NotResident, ShapeMismatch when a window does not fit this batch
     """
+    if weights.embed is None:
+        raise AssertionError("only the first stage looks tokens up.")
     x = ops.take_rows(weights.embed, batch.ids)
     ends = {part.first: part.first + part.length for part in batch.rows.segments}
     for first, window in batch.overlays:
@@ -125,4 +130,6 @@ def leave(x: Array, batch: Batch, weights: ModelWeights, spec: ModelSpec, ops: O
 
 def final_hidden(x: Array, weights: ModelWeights, spec: ModelSpec, ops: Ops) -> Array:
     """What the head and the draft layer read: streams collapsed, final norm. (rows, hidden)."""
+    if weights.norm is None:
+        raise AssertionError("only the last stage has the final norm.")
     return ops.rms_norm(streams.collapse(x, spec, ops), weights.norm, spec.norm_eps)

@@ -54,6 +54,7 @@ def draft(
     w, layer = weights.draft, spec.draft
     if w is None or layer is None or not isinstance(w.layer.mixer, mla.LatentWeights):
         raise AssertionError("this model has no draft layer.")
+    assert weights.embed is not None
     assert isinstance(layer.mixer, Latent)
     eps = spec.norm_eps
     embedded = ops.rms_norm(ops.take_rows(weights.embed, next_ids), w.embed_norm, eps)

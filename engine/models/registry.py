@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,8 +25,8 @@ class Family(Protocol):
     def describe(self, config: Fields, folder: Path) -> ModelSpec:
         """The model as data. Raises `ModelError`, `ConfigRefused`."""
 
-    def bind(self, binder: Binder, spec: ModelSpec, ops: Ops) -> ModelWeights:
-        """The weight tree. Raises `ModelError`."""
+    def bind(self, binder: Binder, spec: ModelSpec, ops: Ops, layers: range) -> ModelWeights:
+        """What a stage of these layers holds (rule 51). Raises `ModelError`."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -45,6 +45,14 @@ class LoadedModel:
     config: Mapping[str, Any]  # config.json
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which layers go where: to the device that `ops` computes on."""
+
+    layers: range
+    ops: Ops
+
+
 def describe(folder: Path) -> ModelSpec:
     """What a checkpoint is, without its weights.
 
@@ -59,7 +67,7 @@ def describe(folder: Path) -> ModelSpec:
 def load_model(
     folder: Path, ops: Ops, device: Device, progress: Callable[[int, int], None]
 ) -> LoadedModel:
-    """Read a checkpoint and place its text decoder.
+    """Read a checkpoint and place its text decoder, all of it on one device.
 
     Args:
         folder: in Hugging Face layout.
@@ -73,14 +81,39 @@ def load_model(
     """
     if ops.device is not device:
         raise AssertionError(f"ops compute on {ops.device.name}, not on {device.name}.")
+    everything = range(len(describe(folder).layers))
+    return load_stages(folder, [Placement(everything, ops)], progress)[0]
+
+
+def load_stages(
+    folder: Path, placements: Sequence[Placement], progress: Callable[[int, int], None]
+) -> list[LoadedModel]:
+    """Read a checkpoint once and place each stage's part of it; the source is the same in all.
+
+    Args:
+        folder: in Hugging Face layout.
+        placements: of the stages, in order; together all layers.
+        progress: told (bytes read, bytes in all), also by later reads from the source.
+
+    Raises:
+        ModelError: as `describe`, or tensors that are missing, misshapen or damaged.
+        ConfigRefused: as `describe`.
+    """
     config = _config(folder)
     family = _family(folder, config)
     spec = family.describe(config, folder)
     quantised = config.inner("quantization_config")
     block = (quantised.integers("weight_block_size") if quantised else None) or (128, 128)
     source = SafetensorsSource(folder, block=(block[0], block[-1]), progress=progress)
-    weights = family.bind(Binder(source, ops), spec, ops)
-    return LoadedModel(spec, weights, source, config.values)
+    return [
+        LoadedModel(
+            spec,
+            family.bind(Binder(source, part.ops), spec, part.ops, part.layers),
+            source,
+            config.values,
+        )
+        for part in placements
+    ]
 
 
 def _config(folder: Path) -> Fields:

@@ -40,6 +40,21 @@ def write(x: Array, y: Array, mix: Array | None, ops: Ops) -> Array:
     return ops.add(x, y) if mix is None else ops.hyper_out(x, y, mix)
 
 
+def row_shape(spec: ModelSpec) -> tuple[int, ...]:
+    """Shape of one row of the residual."""
+    return (spec.residual.streams + 1, spec.hidden) if spec.residual else (spec.hidden,)
+
+
+def payload_width(spec: ModelSpec) -> int:
+    """Floats of a row that the next layer reads."""
+    return spec.hidden * (spec.residual.streams if spec.residual else 1)
+
+
+def payload(x: Array, spec: ModelSpec) -> Array:
+    """What the next layer reads of the residual, a view (rule 67): not the place for outputs."""
+    return x[:, : spec.residual.streams] if spec.residual else x
+
+
 def collapse(x: Array, spec: ModelSpec, ops: Ops) -> Array:
     """The residual as one row a token (rows, hidden), before the final norm."""
     return ops.hyper_mean(x) if spec.residual else x

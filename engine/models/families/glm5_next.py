@@ -231,20 +231,21 @@ def _residual(text: Fields) -> HyperConnections | None:
 # -- tensors -> weights ----------------------------------------------------------------------------
 
 
-def bind(binder: Binder, spec: ModelSpec, ops: Ops) -> ModelWeights:
-    """The weight tree by the names of glm5_next.md 3.1. Raises `ModelError`."""
+def bind(binder: Binder, spec: ModelSpec, ops: Ops, layers: range) -> ModelWeights:
+    """A stage's part of the tree, by the names of glm5_next.md 3.1. Raises `ModelError`."""
     root = "model.language_model."
-    hidden = spec.hidden
+    hidden, count = spec.hidden, len(spec.layers)
+    first, last = layers.start == 0, layers.stop == count
     return ModelWeights(
-        embed=binder.vector(f"{root}embed_tokens.weight", spec.vocab, hidden),
+        embed=binder.vector(f"{root}embed_tokens.weight", spec.vocab, hidden) if first else None,
         layers={
-            number: _layer(binder, f"{root}layers.{number}.", layer, spec, ops)
-            for number, layer in enumerate(spec.layers)
+            number: _layer(binder, f"{root}layers.{number}.", spec.layers[number], spec, ops)
+            for number in layers
         },
-        norm=binder.vector(f"{root}norm.weight", hidden),
-        head=binder.dense("lm_head.weight", spec.vocab, hidden),
-        draft=_draft(binder, f"{root}layers.{len(spec.layers)}.", spec.draft, spec, ops)
-        if spec.draft
+        norm=binder.vector(f"{root}norm.weight", hidden) if last else None,
+        head=binder.dense("lm_head.weight", spec.vocab, hidden) if last else None,
+        draft=_draft(binder, f"{root}layers.{count}.", spec.draft, spec, ops)
+        if last and spec.draft
         else None,
     )
 

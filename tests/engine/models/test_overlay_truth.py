@@ -42,6 +42,7 @@ def laid(decoder: Decoder, tokens: list[int], shift: int = 0) -> tuple[list[int]
     for position, _, count in SPANS:
         inside += tokens[position : position + count]
         prompt[position : position + count] = [decoder.spec.image_token or 0] * count
+    assert decoder.model.weights.embed is not None
     table = decoder.device.download(decoder.model.weights.embed)
     rows = decoder.device.upload(table[inside])
     spans = [(position + shift, row, count) for position, row, count in SPANS]
