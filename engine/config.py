@@ -8,6 +8,9 @@ import msgspec
 
 from engine.errors import ConfigError
 
+Transport = Literal["auto", "peer", "host"]
+PublishMode = Literal["auto", "force", "off"]
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sent to the worker as JSON on its command line; the server makes it from its own settings."""
@@ -15,6 +18,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # a folder in Hugging Face layout; already resolved
     devices: tuple[str, ...] = ("cpu:0",)
     fence: tuple[int, ...] | None = None  # layer cuts, 0 .. layers; None is the even split
+    transport: Transport = "auto"  # how rows go from stage to stage (rule 68)
+    overlay_publish: PublishMode = "auto"  # when image rows go to stage 0's device (rule 12)
     max_context: int | None = None  # None: the checkpoint's, lowered to what fits
     max_sequences: int = 64
     step_tokens: int = 1024  # rows of one engine step, prompts and answers together

@@ -57,6 +57,27 @@ class Device(Protocol):
     def download(self, array: Array) -> npt.NDArray[Any]:
         """The contents on the host; waits for all work queued before it."""
 
+    def pinned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Host memory (count,) that copies to and from this device need no stop beside.
+
+        Raises: `OutOfMemory` when there is no room.
+        """
+
+    def fetch(self, array: Array, into: npt.NDArray[Any]) -> None:
+        """Copy a buffer of ours to host memory; complete when this returns (rule 18)."""
+
+    def store(self, array: npt.NDArray[Any], into: Array) -> None:
+        """Copy host memory into a buffer of ours; complete when this returns (rule 18)."""
+
+    def copy(self, array: Array, into: Array, source: Device) -> None:
+        """Copy a buffer of `source`'s context into one of ours, without a stop on the host.
+
+        Waits for the work that `source` has queued; complete when this returns (rule 19).
+        """
+
+    def reaches(self, other: Device) -> bool:
+        """Ask the driver whether this device can read the other's memory (rule 70)."""
+
     def locate(self, array: Array) -> Residency | None:
         """Ask the driver where the buffer lives (rule 3); None when no context of ours owns it."""
 

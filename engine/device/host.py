@@ -22,7 +22,7 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
-from engine.device.device import Array, Residency
+from engine.device.device import Array, Device, Residency
 from engine.device.orders import FaultBoard
 from engine.errors import DeviceError, OutOfMemory
 from engine.messages import Inject
@@ -149,6 +149,29 @@ class HostDevice:
     def download(self, array: Array) -> npt.NDArray[Any]:
         """A copy of the contents on the host."""
         return self.launch("device to host", _copied, array)
+
+    def pinned(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Host memory: of no context."""
+        memory = self.launch("allocate", np.empty, (count,), dtype)
+        self._made.pop()
+        return memory
+
+    def fetch(self, array: Array, into: npt.NDArray[Any]) -> None:
+        """Copy a buffer of ours to host memory."""
+        self.launch("device to host", np.copyto, into, array)
+
+    def store(self, array: npt.NDArray[Any], into: Array) -> None:
+        """Copy host memory into a buffer of ours."""
+        self.launch("host to device", np.copyto, into, array)
+
+    def copy(self, array: Array, into: Array, source: Device) -> None:
+        """Copy a buffer of the source's context into one of ours."""
+        source.synchronize()
+        self.launch("device to device", np.copyto, into, array)
+
+    def reaches(self, other: Device) -> bool:
+        """Whether this device can read the other's memory: simulated ones all can."""
+        return not other.is_cuda
 
     def locate(self, array: Array) -> Residency | None:
         """Which context owns the buffer's memory (rule 3); None when none of ours does.

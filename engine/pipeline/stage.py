@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.cache.budget import CachePlan
 from engine.device.device import Array, Device
+from engine.errors import NotResident, RequestFault
 from engine.models.batch import Batch
 from engine.models.forward import ModelWeights, enter, leave, run_layers
 from engine.models.state import make_states
@@ -18,7 +19,7 @@ class Stage:
 
     Args:
         layers: of this stage, out of all of `spec.layers`.
-        weights: of the whole model on the CPU; of this stage elsewhere.
+        weights: of these layers, on this device (rule 51).
         caches: slots, pages and the capacity C, the same on every stage (R104).
     """
 
@@ -58,14 +59,21 @@ class Stage:
 
         Args:
             x: rows of the stage before; None on the first, which starts from the batch's ids.
-            batch: the step's arrays.
+            batch: the step's arrays; image rows are for the first stage only (rule 25).
             fresh: slots whose sequence starts with this step.
+
+        Raises: NotResident for rows of another context, which are never relabelled (R105).
         """
         self.wrote = False
         if self._first:
             x = enter(batch, self._weights, self.spec, self.ops)
-        if x is None:
-            raise AssertionError(f"stage {self.layers} got no rows from the stage before it")
+        elif x is None or batch.overlays:
+            raise RequestFault(
+                f"the stage of layers {self.layers.start} to {self.layers.stop} takes rows of the "
+                "stage before it, and no image rows."
+            )
+        else:
+            self._require_resident(x)
         self.wrote = True
         for slot in fresh:
             for state in self._states:
@@ -74,6 +82,14 @@ class Stage:
         if self._last and len(batch.outputs):
             return leave(x, batch, self._weights, self.spec, self.ops)
         return x
+
+    def _require_resident(self, x: Array) -> None:
+        home = self.device.locate(x)
+        if home != self.device.residency:
+            raise NotResident(
+                f"rows live in {home}, but {self.device.name} reads {self.device.residency}; "
+                "send them through the boundary."
+            )
 
     def release(self, slot: int) -> None:
         """Forget the slot's sequence; host bookkeeping only (R67)."""

@@ -60,15 +60,15 @@ def test_one_device_has_all_layers() -> None:
     assert stage_layers(config, a_spec_of(8)) == (range(8),)
 
 
-def test_more_than_one_stage_is_refused_and_says_so() -> None:
-    config = EngineConfig(model="fake", devices=("cpu:0", "cpu:1"))
+def test_each_device_has_its_layers() -> None:
+    config = EngineConfig(model="fake", devices=("cpu:0", "cpu:1", "cpu:0"), fence=(0, 1, 7, 8))
 
-    with pytest.raises(ConfigError, match=r"asks for 2 pipeline stages.*not available yet"):
-        stage_layers(config, a_spec_of(8))
+    assert stage_layers(config, a_spec_of(8)) == (range(1), range(1, 7), range(7, 8))
 
 
-def test_a_wrong_fence_is_named_before_what_is_not_available() -> None:
-    config = EngineConfig(model="fake", devices=("cpu:0", "cpu:1"), fence=(0, 9, 8))
+def test_a_fence_that_ends_elsewhere_than_the_model_is_refused() -> None:
+    """Rule 48: never "warn and run unsplit"; the legal end is named."""
+    config = EngineConfig(model="fake", devices=("cpu:0", "cpu:1"), fence=(0, 4, 9))
 
-    with pytest.raises(ConfigError, match="--fence 0,9,8"):
+    with pytest.raises(ConfigError, match=r"--fence 0,4,9 does not rise from 0 to 8"):
         stage_layers(config, a_spec_of(8))
