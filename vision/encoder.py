@@ -16,7 +16,7 @@ from engine.models.overlay import Overlay
 from engine.ops.spec import Ops
 from engine.spec import ModelSpec
 from engine.weights.source import TensorSource
-from vision.overlay import lay_out
+from vision.overlay import Publisher, lay_out
 from vision.preprocess import CHANNELS, normalised
 from vision.towers import glm5_next
 from vision.vit import Tower
@@ -26,16 +26,31 @@ class Encoder:
     """The tower of a loaded checkpoint; an `OverlayBuilder`.
 
     Pictures go through the tower one at a time: a picture's rows never depend on its company (D9).
+
+    Args:
+        patches: how pictures are cut.
+        tower: looks at them.
+        hidden: width of a row.
+        ops: the backend of the tower's device.
+        device: the tower's.
+        publisher: brings rows to stage 0's device; None when it reads them where they are.
     """
 
     def __init__(
-        self, patches: PatchSpec, tower: Tower, hidden: int, ops: Ops, device: Device
+        self,
+        patches: PatchSpec,
+        tower: Tower,
+        hidden: int,
+        ops: Ops,
+        device: Device,
+        publisher: Publisher | None = None,
     ) -> None:
         self.patches = patches
         self._tower = tower
         self._hidden = hidden
         self._ops = ops
         self._device = device
+        self._publisher = publisher
 
     def build(self, pictures: Sequence[Picture]) -> Overlay:
         """Rows for every picture of one request, where stage 0 can read them.
@@ -50,7 +65,8 @@ class Encoder:
         for picture in pictures:
             if picture.digest not in seen:  # the same picture twice is looked at once
                 seen[picture.digest] = self._look(picture)
-        return lay_out(seen, pictures, self._device, self._hidden, self._ops)
+        overlay = lay_out(seen, pictures, self._device, self._hidden, self._ops)
+        return self._publisher.publish(overlay) if self._publisher else overlay
 
     def _look(self, picture: Picture) -> Array:
         spec = self.patches
@@ -73,8 +89,18 @@ def load_encoder(
     spec: ModelSpec,
     ops: Ops,
     device: Device,
+    publisher: Publisher | None = None,
 ) -> Encoder | None:
     """The vision side of a checkpoint; None when it has no vision tensor at all (rule 36).
+
+    Args:
+        folder: of the checkpoint.
+        config: its config.json.
+        source: its tensors.
+        spec: the text model.
+        ops: the backend of the tower's device.
+        device: the tower's; that of the last stage by default (D10).
+        publisher: as `Encoder` takes it.
 
     Raises:
         ModelError: a tensor is missing or malformed while others are there, the tower's width is
@@ -111,7 +137,7 @@ def load_encoder(
     patches = read_patch_spec(folder, tower.patch, tower.merge, tower.temporal)
     weights = glm5_next.load_weights(source, tower, ops, device)
     eyes = glm5_next.Glm5NextTower(tower, weights, ops, device)
-    return Encoder(patches, eyes, spec.hidden, ops, device)
+    return Encoder(patches, eyes, spec.hidden, ops, device, publisher)
 
 
 def read_patch_spec(folder: Path, patch: int, merge: int, temporal: int) -> PatchSpec:
