@@ -132,12 +132,8 @@ class NotYet(NamedTuple):
 
 NOT_YET: tuple[NotYet, ...] = (
     NotYet("devices", lambda v: any(d.startswith("cuda") for d in v), "the CUDA backend", "cpu"),
-    NotYet("devices", lambda v: len(v) > 1, "more than one stage", "one device, e.g. cpu"),
-    NotYet("stages", lambda v: v != 1, "more than one stage", "1"),
     NotYet("dtype", lambda v: v == "bfloat16", "bfloat16 on the CPU", "float32 or auto"),
     NotYet("load-format", lambda v: v == "dummy", "made-up weights", "auto"),
-    NotYet("overlay-publish", lambda v: v == "force", "forced publication", "auto or off"),
-    NotYet("transport", lambda v: v == "peer", "a way from device to device", "auto"),
     NotYet("speculate", lambda v: v != 0, "speculation", "off"),
     NotYet("prefix-cache", lambda v: v is True, "a prefix cache", "off"),
     NotYet("deterministic", lambda v: v is True, "the deterministic mode", "off"),
@@ -176,6 +172,7 @@ def load_settings(
     if values["stages"] is None:
         values["stages"] = len(values["devices"])
     _refuse_what_is_not_built(values, given)
+    _one_device_a_stage(values["stages"], values["devices"])
     return _resolve(chosen, values)
 
 
@@ -252,6 +249,8 @@ def _resolve(model: str, values: dict[str, Any]) -> ServerConfig:
         model=str(folder),
         devices=values["devices"],
         fence=_fence(values["fence"], values["stages"]),
+        transport=values["transport"],
+        overlay_publish=values["overlay-publish"],
         max_context=values["max-context"],
         max_sequences=values["max-sequences"],
         step_tokens=values["step-tokens"],
@@ -309,6 +308,17 @@ def _resolve(model: str, values: dict[str, Any]) -> ServerConfig:
         slow_reader_s=values["slow-reader-s"],
         decode_workers=values["decode-workers"] or max(1, (os.cpu_count() or 2) // 2),
     )
+
+
+def _one_device_a_stage(stages: int, devices: tuple[str, ...]) -> None:
+    """A device may be named twice, but none is made up or left out (rule 49)."""
+    if stages != len(devices):
+        kind = devices[0].partition(":")[0]
+        fitting = ",".join(f"{kind}:{ordinal}" for ordinal in range(min(stages, 8)))
+        raise ConfigError(
+            f"--stages is {stages} and --devices names {len(devices)} ({','.join(devices)}); use "
+            f"--devices with one for each stage, e.g. {fitting}{',...' if stages > 8 else ''}."
+        )
 
 
 def _fence(cuts: tuple[int, ...] | None, stages: int) -> tuple[int, ...] | None:

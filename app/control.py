@@ -19,7 +19,7 @@ import zmq
 
 from engine.device.device import Device
 from engine.device.faults import Judge
-from engine.messages import Control, Inject, Notice, Ping, Pong, StageReport, Stop
+from engine.messages import Carried, Control, Inject, Notice, Ping, Pong, StageReport, Stop
 
 LINGER_MS: Final = 1_000  # so long the end of the process waits for its last notice to be read
 
@@ -75,6 +75,7 @@ class Vitals:
         self.tick_max_s = 0.0
         self.stats: Stats | None = None
         self.judge: Judge | None = None
+        self.transport = Carried()
         self.counters: dict[str, float] = {}  # beside those of the engine
 
     def pong(self, n: int) -> Pong:
@@ -82,6 +83,7 @@ class Vitals:
         now = monotonic()
         stats, judge = self.stats, self.judge
         devices = judge.devices if judge else ()
+        once = dict.fromkeys(devices)  # stages may share one
         counters = dict(stats.counters) if stats else {}
         if judge:
             counters["device_probe_ok_total"] = judge.probes_passed
@@ -99,9 +101,10 @@ class Vitals:
             pages_total=stats.pages_total if stats else 0,
             slots_free=stats.slots_free if stats else 0,
             slots_total=stats.slots_total if stats else 0,
-            allocations=sum(device.allocations[0] for device in devices),
-            allocated_bytes=sum(device.allocations[1] for device in devices),
+            allocations=sum(device.allocations[0] for device in once),
+            allocated_bytes=sum(device.allocations[1] for device in once),
             stages=tuple(self._stage(n, device, now) for n, device in enumerate(devices)),
+            transport=self.transport,
             counters=counters | self.counters,
         )
 

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any, Final
 
 from app.errors import CAPACITY_RETRY_S, STATE_RETRY_S, StateRefused
-from engine.messages import Fault, Loaded, Loading, Pong, StageReport
+from engine.messages import Carried, Fault, Loaded, Loading, Pong, StageReport
 
 LOAD_FAILED_RETRY_S: Final = 60.0  # O9
 _TEXT: Final = 160  # characters of a quoted text: a body stays below 4 KiB (O95)
@@ -197,6 +197,7 @@ class Health:
         """The whole body of O95; below 4 KiB of JSON."""
         state, now = self.state, self._clock()
         worker, loaded = self.worker, self.loaded
+        carried = self.pong.transport if self.pong else Carried()
         return {
             "status": (State.READY if state is State.SATURATED else state).value,
             "ready": self._state is State.READY,
@@ -214,7 +215,7 @@ class Health:
                 "restarts_in_window": worker.restarts if worker else 0,
             },
             "engine": self._engine(),
-            "transport": {"route": None, "integrity": None},  # one stage: nothing is carried
+            "transport": {"route": carried.route, "integrity": carried.integrity},
             "device_probe": None,
         }
 

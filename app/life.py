@@ -269,6 +269,8 @@ def main(arguments: Sequence[str], build: Build) -> int:
         build: makes the machine to run.
     """
     logging.basicConfig(level=logging.WARNING, format="worker: %(levelname)s %(message)s")
+    for ours in ("app", "engine", "vision"):
+        logging.getLogger(ours).setLevel(logging.INFO)  # receipts (rule 24) and the boot's choices
     for interrupt in (signal.SIGINT, signal.SIGTERM):
         signal.signal(interrupt, signal.SIG_IGN)  # sent to the whole group: the server decides
     end_with_the_server()

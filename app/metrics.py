@@ -54,7 +54,18 @@ ENGINE_COUNTERS: Final = {
     "drafter_errors_total": ("drafter_errors_total", "Times that drafting was left out."),
     "replays_total": ("replays_total", "Decode steps that ran as a captured graph."),
     "captures_total": ("captures_total", "Graphs that were captured."),
+    "split_steps_total": ("split_steps_total", "Steps that went through more than one stage."),
     "cursor_reconciles_total": ("cursor_reconciles_total", "Cursors brought back in step."),
+}
+_ROUTES = ("local", "peer", "host")
+# metric by route -> (meaning, the worker's name)
+_BY_ROUTE = {
+    "overlay_publications_total": (
+        "Overlays brought to the device of stage 0.",
+        "overlay_publications_{}_total",
+    ),
+    "boundary_copies_total": ("Copies from stage to stage.", "boundary_copies_{}_total"),
+    "boundary_rows_total": ("Rows that went from stage to stage.", "boundary_rows_{}_total"),
 }
 # path of `capacity_refusals_total` -> the worker's name
 _REFUSALS: Final = {
@@ -218,6 +229,13 @@ def _counters(counters: dict[str, float]) -> Iterable[Metric]:
         "path",
         {path: counters.get(name, 0.0) for path, name in _REFUSALS.items()},
     )
+    for metric, (meaning, name) in _BY_ROUTE.items():
+        yield _counted(
+            metric,
+            meaning,
+            "route",
+            {route: counters.get(name.format(route), 0.0) for route in _ROUTES},
+        )
     yield _counted(
         "device_probe_total",
         "Probes from outside.",

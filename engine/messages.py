@@ -173,6 +173,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     vocab: int  # ids that may be sampled or sent: [0, vocab)
     end_ids: tuple[int, ...]
     patches: PatchSpec | None  # None: no pictures
+    pictures_off: str | None = None  # why a model that sees takes no pictures here (rule 15)
     image_token: int | None
     vision_ids: tuple[int, ...] = ()  # every id that may only come from an image part
     devices: tuple[str, ...] = ()
@@ -217,6 +218,13 @@ class StageReport(msgspec.Struct, frozen=True):
     waiting_s: float  # in the device call going on; 0 when in none
 
 
+class Carried(msgspec.Struct, frozen=True):
+    """How rows go from stage to stage (rules 68, 72); nothing is carried with one stage."""
+
+    route: str | None = None  # local, peer, host; several with commas between them
+    integrity: Literal["ok"] | None = None  # what failed its probe carries nothing
+
+
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The worker as its control thread sees it; ages in seconds, counts in requests or units."""
 
@@ -235,6 +243,7 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     allocations: int
     allocated_bytes: int
     stages: tuple[StageReport, ...]
+    transport: Carried = Carried()
     counters: dict[str, float] = {}  # monotonic counters by metric name (engine/metrics of R102)
 
 

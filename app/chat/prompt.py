@@ -376,6 +376,13 @@ def _planned(parts: Sequence[ImagePart], loaded: Loaded, limits: Limits) -> list
     if not parts:
         return []
     if loaded.patches is None or loaded.image_token is None:
+        if loaded.pictures_off:
+            raise RequestError(
+                f"{parts[0].param}: this server takes no pictures at the moment, because of how "
+                "its model is placed. Leave the pictures out.",
+                code="image_input_disabled",
+                param=parts[0].param,
+            )
         raise RequestError(
             f"{parts[0].param}: this model takes text only. Leave the pictures out.",
             code="unsupported_modality",

@@ -168,16 +168,45 @@ def test_overlay_publish_knows_three_words_and_no_other(text: str) -> None:
     assert "auto, force or off" in refusal(flags={"overlay-publish": text})
 
 
-@pytest.mark.parametrize("text", ["auto", " Auto ", "OFF"])
-def test_overlay_publish_is_trimmed_and_in_any_letter_case(text: str) -> None:
-    assert read(flags={"overlay-publish": text}) == read()  # one device: nothing to publish
+@pytest.mark.parametrize(
+    ("text", "mode"), [("auto", "auto"), (" Auto ", "auto"), ("OFF", "off"), ("Force", "force")]
+)
+def test_overlay_publish_is_trimmed_and_in_any_letter_case(text: str, mode: str) -> None:
+    """Rule 12: passed on as a value."""
+    assert read(flags={"overlay-publish": text}).engine.overlay_publish == mode
+    assert read(flags={"overlay-publish": ""}) == read()
+
+
+@pytest.mark.parametrize("text", ["nvlink", "off", "peers"])
+def test_transport_knows_three_words_and_no_other(text: str) -> None:
+    """Rule 19."""
+    assert "auto, peer or host" in refusal(flags={"transport": text})
+
+
+def test_the_stages_of_the_engine_are_those_of_the_devices() -> None:
+    """Rules 48, 49."""
+    engine = read(flags={"devices": "cpu,cpu:1,cpu:0", "stages": "3", "fence": "0,1,7,8"}).engine
+
+    assert engine.devices == ("cpu:0", "cpu:1", "cpu:0")
+    assert engine.fence == (0, 1, 7, 8)
+    assert read(flags={"devices": "cpu:0,cpu:1"}).engine.fence is None
+    assert read(flags={"devices": "cpu:0,cpu:1", "transport": "host"}).engine.transport == "host"
+
+
+@pytest.mark.parametrize(
+    ("stages", "devices"), [("2", "cpu"), ("1", "cpu:0,cpu:1"), ("3", "cpu:0,cpu:1")]
+)
+def test_stages_and_devices_that_disagree_are_refused(stages: str, devices: str) -> None:
+    """Rule 49: no device is made up and none is left out."""
+    message = refusal(flags={"stages": stages, "devices": devices})
+
+    assert message.startswith(f"--stages is {stages} and --devices names ")
+    assert "use --devices with one for each stage, e.g. cpu:0" in message
 
 
 @pytest.mark.parametrize(
     ("flag", "text", "mend"),
     [
-        ("stages", "2", "1"),
-        ("devices", "cpu:0,cpu:1", "one device"),
         ("devices", "cuda:0", "cpu"),
         ("speculate", "2", "off"),
         ("deterministic", "on", "off"),
@@ -185,8 +214,6 @@ def test_overlay_publish_is_trimmed_and_in_any_letter_case(text: str) -> None:
         ("dtype", "bfloat16", "float32"),
         ("load-format", "dummy", "auto"),
         ("image-hosts", "example.org", "none"),
-        ("overlay-publish", "force", "auto"),
-        ("transport", "peer", "auto"),
     ],
 )
 def test_a_value_whose_part_is_not_built_ends_the_boot_and_says_so(
@@ -313,9 +340,12 @@ def test_a_default_is_a_legal_value_or_says_what_holds_without_one(setting: Sett
         setting.kind.parse(setting.default)
 
 
-OTHER_TEXTS = ("off", "on", "host", "json", "16", "32", "0,8", "1,2", "x", "/x", "both", "openai")
-# These change nothing yet: with one device and float32 weights there is one way to do it.
-ONE_WAY = {"dtype", "load-format", "transport", "overlay-publish", "devices", "stages"}
+OTHER_TEXTS = (
+    *("off", "on", "host", "json", "16", "32", "0,8", "1,2", "x", "/x", "both", "openai"),
+    "cpu:0,cpu:1",
+)
+# These change nothing by themselves: float32 weights come one way, and stages follow the devices.
+ONE_WAY = {"dtype", "load-format", "stages"}
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import orjson
 import pytest
 
 from app.health import MOVES, SERVING, Asks, Hang, Health, State, Supervision, WorkerView
-from engine.messages import Fault, Loading, Pong, StageReport
+from engine.messages import Carried, Fault, Loading, Pong, StageReport
 from tests.fakes.services import LOADED, MODEL, Server, a_server
 
 FAULT = Fault("kda (step) failed with code 700", code=700, call="kda", device="cpu:1", stage=1)
@@ -286,6 +287,17 @@ def test_the_old_reason_is_told_until_the_new_worker_serves() -> None:
     assert health.body()["reasons"] == []
     health.drain(30.0)
     assert [reason["code"] for reason in health.body()["reasons"]] == ["draining"]
+
+
+def test_the_transport_between_stages_is_shown() -> None:
+    """O95, rule 110: route and integrity; nothing is carried with one stage."""
+    health = Health("m")
+    ready(health)
+    assert health.body()["transport"] == {"route": None, "integrity": None}
+    health.heard(a_pong(stages=1))
+    assert health.body()["transport"] == {"route": None, "integrity": None}
+    health.heard(msgspec.structs.replace(a_pong(stages=2), transport=Carried("peer", "ok")))
+    assert health.body()["transport"] == {"route": "peer", "integrity": "ok"}
 
 
 def test_ages_go_on_while_the_worker_is_silent() -> None:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 
@@ -252,6 +253,16 @@ async def test_a_model_answers_to_its_aliases_by_the_name_that_was_asked_for() -
     error = error_of(wrong)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert error["message"].endswith("it serves M, gpt-4o, m0, m1, m2.")
+
+
+async def test_the_model_list_does_not_offer_pictures_that_cannot_arrive() -> None:
+    """Rule 15."""
+    off = msgspec.structs.replace(LOADED, patches=None, pictures_off="made on cpu:1")
+    async with a_server(loaded=off).client() as http:
+        (card,) = (await http.get("/v1/models")).json()["data"]
+    assert card["modalities"]["input"] == ["text"]
+    assert card["capabilities"]["image_urls"] == "none"
+    assert card["limits"]["images"] == 0
 
 
 @pytest.mark.parametrize("path", ["org/name", "org%2Fname"])

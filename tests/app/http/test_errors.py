@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import msgspec
 import orjson
 import pytest
 
@@ -21,7 +22,7 @@ from app.errors import (
 )
 from engine.errors import OutOfMemory, RequestError, RequestFault
 from engine.messages import Failed, RequestId
-from tests.fakes.services import a_fault, a_server, ids, picture, with_limits
+from tests.fakes.services import LOADED, a_fault, a_server, ids, picture, with_limits
 
 CHAT = "/v1/chat/completions"
 
@@ -73,6 +74,9 @@ def url_of(url: Any) -> dict[str, Any]:
 CUT = picture()["image_url"]["url"][:90]
 
 
+PICTURES_OFF = msgspec.structs.replace(
+    LOADED, patches=None, pictures_off="made on cpu:1, looked up on cpu:0"
+)
 PART = "messages[0].content[0]"
 CALLS = {
     "messages": [
@@ -104,6 +108,8 @@ ROWS = [
         param="messages[0].content[16]"),
     Row("image_url_not_allowed", 400, fields=messages(url_of("http://127.0.0.1/a.png")),
         param=PART),
+    Row("image_input_disabled", 400, fields=messages(picture()), param=PART,
+        server={"loaded": PICTURES_OFF}),
     Row("missing_api_key", 401, server={"keys": ["k"]}),
     Row("invalid_api_key", 401, server={"keys": ["k"]}, headers={"x-api-key": "q"}),
     Row("model_not_found", 404, fields={"model": "no-such"}, param="model"),
@@ -122,7 +128,6 @@ ELSEWHERE = {
     "invalid_grammar": "as above",
     "invalid_tool_schema": "no tools: they are refused as unsupported",
     "image_download_failed": "no pictures by URL",
-    "image_input_disabled": "one stage: every placement delivers image rows",
     "deadline_exceeded": "no deadline header",
     "rate_limit_exceeded": "no rate limits",
     "template_error": "test_messages.py",

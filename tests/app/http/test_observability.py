@@ -230,6 +230,27 @@ async def test_pictures_are_timed_and_counted() -> None:
     assert f"stagelight_image_tokens_total {float(rows)}\n" in text
 
 
+async def test_what_crosses_between_stages_is_counted_by_route() -> None:
+    """Rules 24, 78: `overlay_publications_total{route}` and the copies of the boundaries."""
+    server = a_server()
+    told = {
+        "overlay_publications_host_total": 2,
+        "boundary_copies_peer_total": 5,
+        "boundary_rows_peer_total": 55,
+        "split_steps_total": 4,
+    }
+    server.health.heard(a_pong(counters=told))
+    text = server.metrics.text().decode()
+    for line in (
+        'overlay_publications_total{route="host"} 2.0',
+        'overlay_publications_total{route="peer"} 0.0',
+        'boundary_copies_total{route="peer"} 5.0',
+        'boundary_rows_total{route="peer"} 55.0',
+        "split_steps_total 4.0",
+    ):
+        assert f"stagelight_{line}\n" in text
+
+
 async def test_refusals_are_counted_by_reason() -> None:
     """O101: `admission_rejections_total{reason}`."""
     server = a_server(capacity=0)
