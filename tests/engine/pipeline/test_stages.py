@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from engine.device.device import Array
+from engine.device.host import HostDevice
 from engine.errors import NotResident, RequestFault, RowsMissing, StateReleased
 from engine.models.overlay import Overlay
 from engine.models.state import KdaState, LatentState
 from engine.pipeline.pipeline import Pipeline
+from tests.fakes.decoder import Decoder
 from tests.fakes.split import SplitDecoder
 
 TINY = Path(__file__).parents[2] / "fixtures" / "glm5_next_tiny"
@@ -83,6 +85,42 @@ def test_spans_one_position_to_the_right_are_seen(
     assert not np.array_equal(
         bits(split, prompt, chunks, overlay)[1], bits(split, substitutes, chunks, None)[1]
     )
+
+
+# -- rule 83 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("fence", "order"),
+    [((0, 3, 6), "rising"), ((0, 5, 6), "falling"), ((0, 1, 3, 4, 6), "falling")],
+    ids=str,
+)
+def test_a_split_batch_decodes_as_the_whole_one(
+    fence: tuple[int, ...], width: int, order: str
+) -> None:
+    """Rule 83: every logit of every row of every step, in both orders of devices."""
+    count = len(fence) - 1
+    devices = [HostDevice(f"cpu:{n}", n, 0) for n in range(count)]
+    if order == "falling":
+        devices.reverse()
+    split = SplitDecoder(TINY, fence, slots=width, context=128, page_tokens=16, devices=devices)
+    whole = Decoder(TINY, slots=width, context=128, page_tokens=16)
+    draw = np.random.default_rng(width)
+    last = {slot: draw.integers(0, 220, 3 + slot).tolist() for slot in range(width)}
+    for decoder in (whole, split):
+        for slot in range(width):
+            decoder.begin(slot)
+            decoder.step([(slot, last[slot])])
+
+    tokens = dict.fromkeys(range(width), 7)
+    for _ in range(6):
+        work = [(slot, [token]) for slot, token in tokens.items()]
+        want, got = whole.step(work), split.step(work)
+        assert np.array_equal(got.view(np.uint32), want.view(np.uint32))
+        tokens = {slot: int(row.argmax()) for slot, row in enumerate(want)}
+
+    assert split.counters["split_steps_total"] == width + 6
 
 
 # -- what a stage owns, and what it takes ----------------------------------------------------------
