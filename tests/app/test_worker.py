@@ -40,7 +40,7 @@ def test_the_worker_says_what_the_model_can_do_and_reads_every_byte() -> None:
     assert isinstance(machine.engine.self_test(), int)
 
 
-@pytest.mark.parametrize("devices", [("cuda:0",), ("cpu:0", "cpu:1"), ("tpu",)])
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cpu:0", "cuda:1"), ("tpu",)])
 def test_devices_that_this_version_cannot_use_are_refused(devices: tuple[str, ...]) -> None:
     """O97: a setting that cannot be had, never silently another one."""
     config = EngineConfig(model=GLIMMER, devices=devices)
