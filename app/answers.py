@@ -136,6 +136,7 @@ def generation(
         max_tokens=prompt.max_tokens,
         min_tokens=fields.min_tokens or 0,
         stop_ids=plan.stop_ids,
+        cache_salt=fields.cache_salt or "",
     )
     return deltas(_observed(services, generate, record), plan)
 
@@ -180,7 +181,7 @@ def running_usage(prompt: Prompt, delta: Delta) -> Usage:
         prompt_tokens=len(prompt.tokens),
         completion_tokens=delta.completion_tokens,
         reasoning_tokens=delta.reasoning_tokens,
-        cached_tokens=0,
+        cached_tokens=delta.cached_tokens,
         image_tokens=prompt.image_tokens,
     )
 

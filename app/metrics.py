@@ -49,6 +49,8 @@ ENGINE_COUNTERS: Final = {
     "non_finite_rows_total": ("bad_rows_total", "Rows of logits that were not finite."),
     "prefix_cache_queries_total": ("prefix_cache_queries_total", "Tokens looked up for reuse."),
     "prefix_cache_hits_total": ("prefix_cache_hits_total", "Tokens found for reuse."),
+    "encoder_cache_queries_total": ("encoder_cache_queries_total", "Pictures looked up for reuse."),
+    "encoder_cache_hits_total": ("encoder_cache_hits_total", "Pictures found for reuse."),
     "drafts_proposed_total": ("drafts_proposed_total", "Tokens that were drafted."),
     "drafts_accepted_total": ("drafts_accepted_total", "Drafted tokens that were right."),
     "drafter_errors_total": ("drafter_errors_total", "Times that drafting was left out."),

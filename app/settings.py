@@ -173,9 +173,7 @@ SETTINGS: tuple[Setting, ...] = (
         "transport", choice("auto", "peer", "host"), "auto", "How rows go from stage to stage."
     ),
     Setting("speculate", SPECULATE, "off", "Tokens drafted in each step."),
-    Setting(
-        "prefix-cache", SWITCH, "off", "Keep the rows of prompt beginnings for later requests."
-    ),
+    Setting("prefix-cache", SWITCH, "on", "Keep the rows of prompt beginnings for later requests."),
     Setting("supervise", SWITCH, "on", "Replace a worker process that died, hangs or is faulted."),
     Setting("deterministic", SWITCH, "off", "Give every sum one order, whatever the batch."),
     Setting(
@@ -228,6 +226,14 @@ SETTINGS: tuple[Setting, ...] = (
     _key("slow-reader-s", seconds(0.1, _DAY_S), "60", "Longest wait for a client to read on."),
     _key("page-tokens", whole(16), "64", "Tokens of one cache page; a multiple of 16."),
     _key("memory-bytes", whole(1), "", "Memory for caches.", "a share of what is free"),
+    _key(
+        "prefix-cache-bytes",
+        whole(1),
+        "",
+        "Memory for kept prompt beginnings, of that for caches.",
+        "64 of 1,024 tokens; a quarter at most",
+    ),
+    _key("encoder-cache-bytes", whole(0), "33554432", "Memory for kept picture rows; 0: none."),
     _key("blas-threads", whole(1, 256), "1", "Threads of one matrix product."),
     _key("canary-period-s", seconds(0.1, 3_600), "5", "Time between idle checks of each stage."),
     _key("beat-period-s", seconds(0.05, 60), "1", "Longest sleep of an idle loop."),

@@ -52,6 +52,7 @@ class WatchedEncoder:
         self._counters = vitals.counters
         for part in ("count", "sum"):
             self._counters[f"vision_encode_seconds_{part}"] = 0.0
+        self._count_kept()
 
     @property
     def patches(self) -> PatchSpec:
@@ -64,7 +65,12 @@ class WatchedEncoder:
             overlay = self._encoder.build(pictures)
         self._counters["vision_encode_seconds_count"] += 1
         self._counters["vision_encode_seconds_sum"] += monotonic() - began
+        self._count_kept()
         return overlay
+
+    def _count_kept(self) -> None:
+        self._counters["encoder_cache_queries_total"] = self._encoder.kept.queries
+        self._counters["encoder_cache_hits_total"] = self._encoder.kept.hits
 
 
 def build(
@@ -143,7 +149,14 @@ def _vision(
         link = choose(tower, intake, config.transport, rows=config.step_tokens, width=spec.hidden)
         publisher = Publisher(link, config.overlay_publish, vitals.counters)
     encoder = load_encoder(
-        folder, model.config, model.source, spec, ops, tower, publisher=publisher
+        folder,
+        model.config,
+        model.source,
+        spec,
+        ops,
+        tower,
+        publisher=publisher,
+        kept_bytes=config.encoder_cache_bytes,
     )
     return encoder, None
 

@@ -25,6 +25,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: int = 1024  # rows of one engine step, prompts and answers together
     page_tokens: int = 64
     memory_bytes: int | None = None  # for caches; None: a share of what is free
+    prefix_cache: bool = True  # whether rows of ended sequences are kept for reuse
+    prefix_cache_bytes: int | None = None  # at most; None: a part of those above
+    encoder_cache_bytes: int = 32 * 1024 * 1024  # of image rows kept for reuse; 0 keeps none
     dtype: Literal["float32"] = "float32"
     queue_limit: int = 256  # requests that may wait (O63)
     queue_timeout_s: float = 60.0

@@ -183,7 +183,7 @@ class Engine:
             running=scheduler.running,
             waiting=scheduler.waiting,
             waits_for=scheduler.waits_for,
-            pages_free=scheduler.pages.free,
+            pages_free=scheduler.pages_free,
             pages_total=scheduler.pages.total,
             slots_free=scheduler.slots.free,
             slots_total=scheduler.slots.total,
@@ -216,7 +216,7 @@ class Engine:
     def _encode(self, request: Request) -> bool:
         """Image rows for a request whose first rows come now; False when it cannot have them."""
         try:
-            overlay = self._build(request.ask.pictures)
+            overlay = self._build(request.unseen_pictures)
         except (OutOfMemory, MemoryError) as error:
             self._counters["out_of_memory_total"] += 1
             log.warning("request %s finds no memory for its pictures: %s", request.id, str(error))

@@ -74,6 +74,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_tokens: int  # bound on generated tokens, at least 1; prompt + max_tokens <= context
     min_tokens: int = 0  # stop ids are masked until so many were generated
     stop_ids: tuple[int, ...] = ()  # end-of-sequence ids (unless ignored) and stop_token_ids
+    cache_salt: str = ""  # computed rows are shared with requests of the same salt only (O25)
     emitted: tuple[int, ...] = ()  # tokens already sent to the client (replay after a fault)
     choice: int = 0
 
@@ -105,6 +106,7 @@ class Token(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
     id: int
     logprob: float | None = None
+    cached_tokens: int = 0  # of the prompt; told with a request's first token, 0 with all others
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from engine.models.overlay import Overlay
 from engine.ops.spec import Ops
 from engine.spec import ModelSpec
 from engine.weights.source import TensorSource
+from vision.kept import KeptRows
 from vision.overlay import Publisher, lay_out
 from vision.preprocess import CHANNELS, normalised
 from vision.towers import glm5_next
@@ -34,6 +35,7 @@ class Encoder:
         ops: the backend of the tower's device.
         device: the tower's.
         publisher: brings rows to stage 0's device; None when it reads them where they are.
+        kept_bytes: of rows that are kept for the same pictures again.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class Encoder:
         ops: Ops,
         device: Device,
         publisher: Publisher | None = None,
+        kept_bytes: int = 0,
     ) -> None:
         self.patches = patches
+        self.kept = KeptRows(kept_bytes)
         self._tower = tower
         self._hidden = hidden
         self._ops = ops
@@ -64,8 +68,11 @@ class Encoder:
         seen: dict[str, Array] = {}
         for picture in pictures:
             if picture.digest not in seen:  # the same picture twice is looked at once
-                seen[picture.digest] = self._look(picture)
+                rows = self.kept.find(picture.digest)
+                seen[picture.digest] = self._look(picture) if rows is None else rows
         overlay = lay_out(seen, pictures, self._device, self._hidden, self._ops)
+        for digest, rows in seen.items():  # only now are they known to be finite
+            self.kept.keep(digest, rows)
         return self._publisher.publish(overlay) if self._publisher else overlay
 
     def _look(self, picture: Picture) -> Array:
@@ -90,6 +97,7 @@ def load_encoder(
     ops: Ops,
     device: Device,
     publisher: Publisher | None = None,
+    kept_bytes: int = 0,
 ) -> Encoder | None:
     """The vision side of a checkpoint; None when it has no vision tensor at all (rule 36).
 
@@ -101,6 +109,7 @@ def load_encoder(
         ops: the backend of the tower's device.
         device: the tower's; that of the last stage by default (D10).
         publisher: as `Encoder` takes it.
+        kept_bytes: as `Encoder` takes it.
 
     Raises:
         ModelError: a tensor is missing or malformed while others are there, the tower's width is
@@ -137,7 +146,7 @@ def load_encoder(
     patches = read_patch_spec(folder, tower.patch, tower.merge, tower.temporal)
     weights = glm5_next.load_weights(source, tower, ops, device)
     eyes = glm5_next.Glm5NextTower(tower, weights, ops, device)
-    return Encoder(patches, eyes, spec.hidden, ops, device, publisher)
+    return Encoder(patches, eyes, spec.hidden, ops, device, publisher, kept_bytes)
 
 
 def read_patch_spec(folder: Path, patch: int, merge: int, temporal: int) -> PatchSpec:

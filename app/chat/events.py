@@ -23,6 +23,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     text: str
     completion_tokens: int
     reasoning_tokens: int
+    cached_tokens: int = 0
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True):
@@ -31,6 +32,7 @@ class ReasoningDelta(msgspec.Struct, frozen=True):
     text: str
     completion_tokens: int
     reasoning_tokens: int
+    cached_tokens: int = 0
 
 
 class Done(msgspec.Struct, frozen=True):

@@ -46,6 +46,7 @@ class Answer:
 
     Attributes:
         stopped: a stop string ended it, and the engine does not know yet.
+        cached_tokens: of the prompt, as the first token tells; known before any ending is (O36).
     """
 
     def __init__(self, plan: AnswerPlan) -> None:
@@ -56,6 +57,7 @@ class Answer:
         self._stops = StopStrings(plan.stop)
         self._tokens = 0
         self._reasoning_tokens = 0
+        self.cached_tokens = 0
 
     @property
     def stopped(self) -> bool:
@@ -73,7 +75,9 @@ class Answer:
             case Part.REASONING:
                 self._reasoning_tokens += 1
                 if text := self._detokenizer.feed(id_):
-                    return ReasoningDelta(text, self._tokens, self._reasoning_tokens)
+                    return ReasoningDelta(
+                        text, self._tokens, self._reasoning_tokens, self.cached_tokens
+                    )
             case Part.CONTENT:
                 text = self._detokenizer.feed(id_)
                 if text and self._tokens > self._plan.min_tokens:
@@ -91,7 +95,7 @@ class Answer:
             prompt_tokens=self._plan.prompt_tokens,
             completion_tokens=self._tokens,
             reasoning_tokens=self._reasoning_tokens,
-            cached_tokens=end.cached_tokens if end else 0,
+            cached_tokens=self.cached_tokens or (end.cached_tokens if end else 0),
             image_tokens=self._plan.image_tokens,
         )
         if self.stopped:
@@ -104,7 +108,9 @@ class Answer:
         return Done(reason, named, usage)
 
     def _shown(self, text: str) -> TextDelta | None:
-        return TextDelta(text, self._tokens, self._reasoning_tokens) if text else None
+        if not text:
+            return None
+        return TextDelta(text, self._tokens, self._reasoning_tokens, self.cached_tokens)
 
 
 async def deltas(events: AsyncIterator[Event], plan: AnswerPlan) -> AsyncGenerator[Delta]:
@@ -120,7 +126,8 @@ async def deltas(events: AsyncIterator[Event], plan: AnswerPlan) -> AsyncGenerat
     try:
         async for event in events:
             match event:
-                case Token(id=id_):
+                case Token(id=id_, cached_tokens=cached):
+                    answer.cached_tokens = answer.cached_tokens or cached
                     delta = answer.feed(id_)
                     if answer.stopped:
                         await _close(events)  # first of all: the engine is working on

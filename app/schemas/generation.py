@@ -174,9 +174,7 @@ class GenerationFields(Strict):
         NoEffect(("auto", "default")),
     ] = None
     priority: Annotated[Annotated[Integer, Field(ge=-100, le=100)] | None, NoEffect((0,))] = None
-    cache_salt: Annotated[
-        Annotated[str, Field(min_length=1, max_length=256)] | None, NoEffect()
-    ] = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
     n: Annotated[
         Integer, Field(ge=1, le=CHOICES), only(neutral=(1,), mend="send one request for each")

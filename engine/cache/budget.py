@@ -22,6 +22,8 @@ from engine.spec import Kda, Latent, LayerSpec, ModelSpec
 
 FLOAT_BYTES = 4
 DEFAULT_SHARE = 0.5  # of the free memory, for caches, when no size is set
+REUSED_PREFIXES = 64  # what the default bound of reuse holds: so many prefixes of ...
+REUSED_TOKENS = 1_024  # ... so many tokens and one snapshot each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,9 @@ class CachePlan:
     context: int
     page_bytes: int
     slot_bytes: int
+    snapshots: int = 0  # places for recurrent state behind reusable prefixes
+    snapshot_tokens: int = 512  # rows from one snapshot of a long sequence to its next
+    reuse_bytes: int = 0  # that pages and snapshots kept for reuse take at most; 0 keeps none
 
     @property
     def pool_tokens(self) -> int:
@@ -51,7 +56,7 @@ class CachePlan:
     @property
     def bytes(self) -> int:
         """All that the caches take."""
-        return self.pages * self.page_bytes + self.slots * self.slot_bytes
+        return self.pages * self.page_bytes + (self.slots + self.snapshots) * self.slot_bytes
 
 
 def capacity(max_context: int, pool: int) -> int:
@@ -114,6 +119,11 @@ def plan_caches(spec: ModelSpec, config: EngineConfig, *, free_bytes: int) -> Ca
     if room is None:
         room = int(free_bytes * DEFAULT_SHARE)
     left = room - config.max_sequences * per_slot
+    reuse = _reuse_bytes(config, room, per_page, per_slot)
+    whole = pages_for(context, config.page_tokens) * per_page  # one sequence comes before any reuse
+    # Half of the bound at most is snapshots: a snapshot without its pages is of no use.
+    snapshots = max(min(reuse, left - whole), 0) // 2 // per_slot if per_slot else 0
+    left -= snapshots * per_slot
     most = config.max_sequences * pages_for(context, config.page_tokens)
     pages = min(most, max(left, 0) // per_page if per_page else most)
     fits = capacity(pages * config.page_tokens, pool)
@@ -128,7 +138,20 @@ def plan_caches(spec: ModelSpec, config: EngineConfig, *, free_bytes: int) -> Ca
         context=context,
         page_bytes=per_page,
         slot_bytes=per_slot,
+        # Without recurrent layers a snapshot is a mark and takes no memory.
+        snapshots=snapshots if per_slot or not reuse else pages,
+        reuse_bytes=reuse,
     )
+
+
+def _reuse_bytes(config: EngineConfig, room: int, per_page: int, per_slot: int) -> int:
+    """Bytes that reusable prefixes may take: as set, or some prefixes' worth, a quarter at most."""
+    if not config.prefix_cache:
+        return 0
+    if config.prefix_cache_bytes is not None:
+        return config.prefix_cache_bytes
+    one = pages_for(REUSED_TOKENS, config.page_tokens) * per_page + per_slot
+    return min(REUSED_PREFIXES * one, room // 4)
 
 
 def _too_big(

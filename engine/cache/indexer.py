@@ -192,6 +192,11 @@ class IndexCursor:
         self._rows = rows
         self._pooled = 0
 
+    def reuse(self, rows: int) -> None:
+        """Stand behind rows that shared pages hold, with the keys of their pools (R25)."""
+        self.restored(rows)
+        self.mark_pooled()
+
     def release(self) -> None:
         """The end of the sequence: from now on every other call is refused; twice is fine (R59)."""
         self._released = True

@@ -17,6 +17,14 @@ class KdaState(RecurrentSlots):
     def begin(self, slot: int) -> None:
         """A new sequence in a slot: nothing to do before its first step says `fresh`."""
 
+    def resume(self, slot: int, rows: int, snapshot: int) -> None:  # noqa: ARG002 - as LatentState's
+        """A sequence whose first `rows` rows were computed before: its state stands behind them."""
+        self.load(slot, snapshot)
+
+    def keep(self, slot: int, snapshot: int) -> None:
+        """Keep the state of the sequence in a slot."""
+        self.save(slot, snapshot)
+
     def release(self, slot: int) -> None:
         """The sequence ended; its slot may go to another."""
 
@@ -51,6 +59,14 @@ class LatentState:
         """A new sequence in a slot: a cursor at row 0."""
         label = f"slot {slot}, layer {self._layer}"
         self._cursors[slot] = IndexCursor(label, self._capacity, self._indexer)
+
+    def resume(self, slot: int, rows: int, snapshot: int) -> None:  # noqa: ARG002 - as KdaState's
+        """A sequence whose first `rows` rows stand in pages that it shares."""
+        self.begin(slot)
+        self.cursor(slot).reuse(rows)
+
+    def keep(self, slot: int, snapshot: int) -> None:
+        """Nothing to keep: what was written stands in pages."""
 
     def release(self, slot: int) -> None:
         """The sequence ended: its cursor refuses every later call (R59)."""
@@ -95,11 +111,12 @@ def make_state(
     pages: int,
     page_tokens: int,
     capacity: int,
+    snapshots: int = 0,
 ) -> LayerState:
     """The state of one layer, allocated whole."""
     match layer.mixer:
         case Kda() as kda:
-            return KdaState(device, kda, slots=slots)
+            return KdaState(device, kda, slots=slots, snapshots=snapshots)
         case Latent() as latent:
             return LatentState(
                 device,
@@ -121,6 +138,7 @@ def make_states(
     pages: int,
     page_tokens: int,
     capacity: int,
+    snapshots: int = 0,
 ) -> tuple[LayerState, ...]:
     """States of a stage's layers, all or none (R4).
 
@@ -132,6 +150,7 @@ def make_states(
         pages: pages of each latent layer, ids [0, pages).
         page_tokens: tokens a page.
         capacity: rows of one sequence at most, C of `cache.budget.capacity` (R1).
+        snapshots: places for kept recurrent state, ids [0, snapshots).
     """
     states: list[LayerState] = []
     try:
@@ -145,6 +164,7 @@ def make_states(
                     pages=pages,
                     page_tokens=page_tokens,
                     capacity=capacity,
+                    snapshots=snapshots,
                 )
             )
     except ServerError:

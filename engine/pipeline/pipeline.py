@@ -77,7 +77,14 @@ class Pipeline:
             stage.wrote = False
         batch = self._intake.batch(plan, overlays)
         fresh = [work.slot for work in plan.work if work.fresh]
+        # Loads come first: a place that one sequence reads may be another's to write.
+        for slot, rows, snapshot in plan.loads:
+            for stage in self.stages:
+                stage.resume(slot, rows, snapshot)
         logits = self.walk(batch, fresh)
+        for slot, snapshot in plan.saves:
+            for stage in self.stages:
+                stage.keep(slot, snapshot)
         self._results[plan.number] = self._draw(plan, logits)
 
     def walk(self, batch: Batch, fresh: list[int]) -> Array:

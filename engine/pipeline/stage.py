@@ -50,6 +50,7 @@ class Stage:
             pages=caches.pages,
             page_tokens=caches.page_tokens,
             capacity=caches.context,
+            snapshots=caches.snapshots,
         )
 
     def run(self, x: Array | None, batch: Batch, fresh: list[int]) -> Array:
@@ -90,6 +91,16 @@ class Stage:
                 f"rows live in {home}, but {self.device.name} reads {self.device.residency}; "
                 "send them through the boundary."
             )
+
+    def resume(self, slot: int, rows: int, snapshot: int) -> None:
+        """Let a slot's sequence stand behind rows that were computed before (R25)."""
+        for state in self._states:
+            state.resume(slot, rows, snapshot)
+
+    def keep(self, slot: int, snapshot: int) -> None:
+        """Copy what a slot's sequence cannot share in pages, for `resume`."""
+        for state in self._states:
+            state.keep(slot, snapshot)
 
     def release(self, slot: int) -> None:
         """Forget the slot's sequence; host bookkeeping only (R67)."""

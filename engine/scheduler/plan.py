@@ -37,6 +37,8 @@ class Work:
     pages: tuple[int, ...]  # every page of the sequence, in order, enough for start + count rows
     draw: Draw | None  # None: an inner prompt chunk, nothing is drawn
     fresh: bool = False  # the slot's first step for this sequence: its state starts at zero
+    load: int | None = None  # or from this snapshot, taken behind row `start - 1` of a like prefix
+    save: int | None = None  # snapshot that the state is copied to behind the last row
 
     def __post_init__(self) -> None:
         if self.tokens is not None and len(self.tokens) != self.count:
@@ -53,6 +55,16 @@ class StepPlan:
     @property
     def total_tokens(self) -> int:
         return sum(w.count for w in self.work)
+
+    @property
+    def loads(self) -> list[tuple[int, int, int]]:
+        """Slot, rows that are there, and snapshot of each sequence that starts from one."""
+        return [(w.slot, w.start, w.load) for w in self.work if w.load is not None]
+
+    @property
+    def saves(self) -> list[tuple[int, int]]:
+        """Slot and snapshot of each state that is to be kept."""
+        return [(w.slot, w.save) for w in self.work if w.save is not None]
 
     def tokens_of(self, request: RequestId) -> int:
         return sum(w.count for w in self.work if w.request == request)

@@ -8,6 +8,7 @@ Counts are stored and phases derived. Of a running request:
 
     length = tokens on the host + tokens promised by steps whose results are still on their way
 
+Rows [0, reused) of a prefix that is known were never planned: their pages are shared.
 While `computed` is below `prefix` (what was known when the slot was taken) its rows are a prompt
 chunk with ids; from there on each step is one row, the token that the slot drew last.
 """
@@ -15,12 +16,13 @@ chunk with ids; from there on each step is one row, the token that the slot drew
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from engine.cache.pages import PageId, SlotId
+from engine.cache.pages import PageId, SlotId, SnapshotId
+from engine.cache.prefix import Block, Chain
 from engine.messages import Generate, Picture, RequestId
 from engine.spec import ModelSpec
 
@@ -47,6 +49,12 @@ class Running:
     promised: int = 0  # tokens drawn by steps whose results are not on the host yet
     last_step: int = 0  # number of the last step that uses slot and pages
     turn_s: float = 0.0  # when it last got rows
+    reused: int = 0  # rows that were there when the slot was taken
+    load: SnapshotId | None = None  # of the state behind them, until the first step is planned
+    confirmed: int = 0  # rows of steps whose results are in
+    blocks: list[Block] = field(default_factory=list)  # of the prefix cache: reused, then entered
+    stops: list[int] = field(default_factory=list)  # rows behind which to take a snapshot, in order
+    saved: dict[int, SnapshotId] = field(default_factory=dict)  # snapshots by page, confirmed
 
     @property
     def in_prompt(self) -> bool:
@@ -57,6 +65,11 @@ class Running:
     def unseen_prompt(self) -> int:
         """Rows from the host that are still to be planned."""
         return self.prefix - self.computed
+
+    @property
+    def next_prompt_rows(self) -> int:
+        """Those of them that one step may have: it ends where a snapshot is taken."""
+        return (self.stops[0] if self.stops else self.prefix) - self.computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +96,8 @@ class Request:
     requeues: int = 0  # times it went back to the queue for want of memory (rule 89)
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    chain: Chain | None = None  # keys of its pages, once somebody looked for them
+    cached_tokens: int | None = None  # of the prompt, reused at its first slot (O36)
 
     @property
     def id(self) -> RequestId:
@@ -91,6 +106,12 @@ class Request:
     @property
     def prompt_tokens(self) -> int:
         return len(self.ask.prompt)
+
+    @property
+    def unseen_pictures(self) -> tuple[Picture, ...]:
+        """Pictures with rows that are still to be computed; all of them without a slot."""
+        seen = self.phase.computed if isinstance(self.phase, Running) else 0
+        return tuple(p for p in self.ask.pictures if p.position + p.tokens > seen)
 
     def length(self, running: Running) -> int:
         """Tokens known or promised."""

@@ -10,18 +10,21 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Callable
+from typing import NamedTuple
 
 from engine.cache.budget import CachePlan
-from engine.cache.pages import PagePool, SlotId, SlotPool
+from engine.cache.pages import PagePool, SlotId, SlotPool, SnapshotId
+from engine.cache.prefix import PrefixCache
 from engine.config import EngineConfig
 from engine.errors import RequestFault, ServerError
 from engine.messages import Event, Failed, Finished, Generate, RequestId, Token
 from engine.scheduler import request as phases
 from engine.scheduler.admission import Obstacle, obstacle, refusal
 from engine.scheduler.holdings import Holdings
-from engine.scheduler.plan import Draw, StepPlan, StepResult, Work
+from engine.scheduler.plan import StepPlan, StepResult, Work
 from engine.scheduler.request import Request, Running, Waiting
-from engine.scheduler.shares import Seat, prompt_room, prompt_shares, ready, turns
+from engine.scheduler.rows import answer_row, prompt_rows
+from engine.scheduler.shares import prompt_room, prompt_shares, ready, turns
 from engine.spec import ModelSpec
 
 MAX_REQUEUES = 3  # for want of device memory (rule 89)
@@ -30,6 +33,15 @@ INTERNAL = "The server failed while it worked on this request; the request was n
 NO_ROOM = "The server has no room for this request now; try again later."
 
 log = logging.getLogger(__name__)
+
+
+class Booking(NamedTuple):
+    """A sequence's part of a step on its way: it ends behind row `end - 1`."""
+
+    request: Request
+    running: Running
+    end: int
+    snapshot: SnapshotId | None
 
 
 class Scheduler:
@@ -50,7 +62,7 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}
         self._queue: list[Request] = []  # in order of arrival
         self._running: list[Request] = []  # in order of arrival
-        self._flights: dict[int, list[Seat]] = {}  # steps on their way, oldest first
+        self._flights: dict[int, list[Booking]] = {}  # steps on their way, oldest first
         self._events: list[Event] = []
         self._arrivals = 0
         self._number = 0
@@ -62,6 +74,8 @@ class Scheduler:
             "preemptions_total": 0,
             "wasted_rows_total": 0,
             "capacity_refusals_total": 0,
+            "prefix_cache_queries_total": 0,
+            "prefix_cache_hits_total": 0,
         }
 
     # -- what the loop is told -----------------------------------------------------------------
@@ -147,11 +161,13 @@ class Scheduler:
             if request.paused:
                 at += 1
                 continue
-            self.waits_for = obstacle(request, self._holdings.room(owed))
+            match = self._holdings.find(request)
+            self.waits_for = obstacle(request, self._holdings.room(owed, match))
             if self.waits_for:
                 return
             now = self._clock()
-            request.phase = self._holdings.seat(request, now)
+            request.phase = running = self._holdings.seat(request, match, now)
+            self._count_reuse(request, running)
             request.queue_s = request.queue_s or max(now - request.arrived_s, 1e-9)
             del self._queue[at]
             insort(self._running, request, key=_by_arrival)
@@ -177,28 +193,34 @@ class Scheduler:
         """The next step; None when nobody can have a row."""
         answers, prompts = ready(self._running)
         work: list[Work] = []
-        seats: list[Seat] = []
+        booked: list[Booking] = []
+        holdings = self._holdings
         for seat in turns(answers, self._config.step_tokens, len(prompts)):
             request, running = seat
             # It may have been sent back to the queue a moment ago, for an older one's sake.
             if request.phase is running and self._grow(request, running):
-                work.append(_answer_row(request, running))
-                seats.append(seat)
+                running.computed += 1
+                save = holdings.snapshot_behind(running)
+                work.append(answer_row(request, running, save))
+                booked.append(Booking(request, running, running.computed, save))
         now = self._clock()
         if prompts:
             able = [s for s in prompts if s.running.pictures_ready and s.request.phase is s.running]
             room = prompt_room(len(work), self._config.step_tokens)
             for request, running, rows in prompt_shares(able, room, now):
-                work.append(_prompt_rows(request, running, rows))
-                seats.append(Seat(request, running))
+                load = holdings.loaded(running)
+                running.computed += rows
+                save = holdings.snapshot_behind(running)
+                work.append(prompt_rows(request, running, rows, load, save))
+                booked.append(Booking(request, running, running.computed, save))
                 self.counters["prompt_rows_total"] += rows
         if not work:
             return None
         self._number += 1
-        for seat in seats:
-            seat.running.last_step = self._number
-            seat.running.turn_s = now
-        self._flights[self._number] = seats
+        for booking in booked:
+            booking.running.last_step = self._number
+            booking.running.turn_s = now
+        self._flights[self._number] = booked
         return StepPlan(number=self._number, work=tuple(work))
 
     def commit(self, result: StepResult) -> list[ServerError]:
@@ -207,27 +229,33 @@ class Scheduler:
         Returns: the errors that ended a request; those of wasted rows are not among them.
         """
         errors = []
-        for request, running in self._flights.pop(result.number):
+        for request, running, end, snapshot in self._flights.pop(result.number):
             if request.phase is not running:
                 self.counters["wasted_rows_total"] += 1
+                self._holdings.drop(snapshot)
             elif request.id in result.failed:
+                self._holdings.drop(snapshot)
                 errors.append(error := result.failed[request.id])
                 self.fail(request, "internal_error", sentence(error))
-            elif drawn := result.drawn.get(request.id):
-                self._commit_token(request, running, drawn.id, drawn.logprob)
+            else:
+                self._holdings.confirm(running, end, snapshot)
+                if drawn := result.drawn.get(request.id):
+                    self._commit_token(request, running, drawn.id, drawn.logprob)
         self._let_go()
         return errors
 
     def fail_step(self, number: int) -> None:
         """End every request of a step that failed as a whole (rule 90)."""
-        for request, running in self._flights.pop(number):
+        for request, running, _, snapshot in self._flights.pop(number):
+            self._holdings.drop(snapshot)
             if request.phase is running:
                 self.fail(request, "internal_error", INTERNAL)
         self._let_go()
 
     def requeue_step(self, number: int) -> None:
         """Send every request of a step that found no memory back to the queue (rule 89)."""
-        for request, running in self._flights.pop(number):
+        for request, running, _, snapshot in self._flights.pop(number):
+            self._holdings.drop(snapshot)
             if request.phase is running:
                 self.requeue(request)
         self._let_go()
@@ -266,6 +294,15 @@ class Scheduler:
         return self._holdings.pages
 
     @property
+    def pages_free(self) -> int:
+        """Pages that nobody needs, with those that are only kept for reuse."""
+        return self._holdings.pages_free
+
+    @property
+    def prefixes(self) -> PrefixCache:
+        return self._holdings.prefixes
+
+    @property
     def slots(self) -> SlotPool:
         return self._holdings.slots
 
@@ -291,6 +328,7 @@ class Scheduler:
                 return False
             self.counters["preemptions_total"] += 1
             if isinstance(victim.phase, Running):
+                holdings.enter(victim, victim.phase)  # it may be back before they are gone
                 self._send_back(victim, victim.phase)
             if victim is request:
                 return False
@@ -300,12 +338,16 @@ class Scheduler:
         if not 0 <= token < self._spec.usable_vocab or token in self._never_drawn:
             self.fail(request, "internal_error", INTERNAL)  # rules 30, 85: before it is an index
             return
+        if running.confirmed == running.prefix:
+            self._holdings.enter(request, running)  # others with this prompt need not wait
         running.promised -= 1
         request.tokens.append(token)
-        if not request.prefill_s:
-            request.prefill_s = self._clock() - running.since_s
+        cached = 0
+        if not request.prefill_s:  # its first token
+            request.prefill_s = max(self._clock() - running.since_s, 1e-9)
+            cached = request.cached_tokens or 0
         self.counters["generated_tokens_total"] += 1
-        self._events.append(Token(request.id, token, logprob))
+        self._events.append(Token(request.id, token, logprob, cached))
         self._end_if_over(request, token)
 
     def _end_if_over(self, request: Request, last: int) -> None:
@@ -321,6 +363,7 @@ class Scheduler:
                 stop_id=last if stops else None,
                 queue_s=request.queue_s,
                 prefill_s=request.prefill_s,
+                cached_tokens=request.cached_tokens or 0,
             )
         )
 
@@ -328,9 +371,13 @@ class Scheduler:
         """End a request and give back what it holds; False when it was over already."""
         if isinstance(request.phase, phases.Finished):
             return False
-        if isinstance(request.phase, Running):
+        if isinstance(running := request.phase, Running):
             self._running.remove(request)
-            self._holdings.retire(request.phase)
+            if outcome == "failed":
+                self._holdings.forget(running)
+            elif outcome != "aborted" or running.last_step not in self._flights:
+                self._holdings.enter(request, running)  # not of a walk that was cut off (rule 87)
+            self._holdings.retire(running)
         else:
             self._queue.remove(request)
         request.phase = phases.Finished(outcome)
@@ -346,6 +393,12 @@ class Scheduler:
         insort(self._queue, request, key=_by_arrival)
         self._let_go()
 
+    def _count_reuse(self, request: Request, running: Running) -> None:
+        self.counters["prefix_cache_queries_total"] += len(request.tokens)
+        self.counters["prefix_cache_hits_total"] += running.reused
+        if request.cached_tokens is None:
+            request.cached_tokens = min(running.reused, request.prompt_tokens)
+
     def _let_go(self) -> None:
         self._holdings.let_go(next(iter(self._flights), self._number + 1))
 
@@ -353,51 +406,6 @@ class Scheduler:
 def sentence(error: Exception) -> str:
     """What a client may read of an error: our own plain words, or a stable sentence (rule 92)."""
     return str(error) if type(error) is RequestFault else INTERNAL
-
-
-def _answer_row(request: Request, running: Running) -> Work:
-    """One row: the token that the slot drew last, wherever that is now."""
-    start = running.computed
-    running.computed += 1
-    running.promised += 1
-    return Work(
-        request=request.id,
-        slot=running.slot,
-        start=start,
-        count=1,
-        tokens=None,
-        pages=running.pages,
-        draw=_draw(request, start + 1),
-    )
-
-
-def _prompt_rows(request: Request, running: Running, rows: int) -> Work:
-    """A chunk of known tokens; the last chunk draws the next one."""
-    start = running.computed
-    end = running.computed = start + rows
-    last = end == running.prefix
-    running.promised += last
-    return Work(
-        request=request.id,
-        slot=running.slot,
-        start=start,
-        count=rows,
-        tokens=tuple(request.tokens[start:end]),
-        pages=running.pages,
-        draw=_draw(request, end) if last else None,
-        fresh=start == 0,
-    )
-
-
-def _draw(request: Request, position: int) -> Draw:
-    ask = request.ask
-    early = position - request.prompt_tokens < ask.min_tokens
-    return Draw(
-        sampling=ask.sampling,
-        choice=ask.choice,
-        position=position,
-        banned=ask.stop_ids if early else (),
-    )
 
 
 def _by_arrival(request: Request) -> int:

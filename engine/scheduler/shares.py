@@ -72,11 +72,11 @@ def prompt_shares(prompts: Sequence[Seat], room: int, now: float) -> list[Share]
     if late is not None:
         part = max(room // 4, 1)
         order.remove(Share(*late, room))
-        order[0] = order[0]._replace(rows=room - min(late.running.unseen_prompt, part))
+        order[0] = order[0]._replace(rows=room - min(late.running.next_prompt_rows, part))
         order.insert(1, Share(*late, part))
     shares = []
     for request, running, most in order:
-        rows = min(running.unseen_prompt, most, room)
+        rows = min(running.next_prompt_rows, most, room)
         if rows > 0:
             shares.append(Share(request, running, rows))
             room -= rows

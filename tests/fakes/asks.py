@@ -18,6 +18,7 @@ def an_ask(
     stop_ids: tuple[int, ...] = (),
     emitted: tuple[int, ...] = (),
     pictures: tuple[Picture, ...] = (),
+    cache_salt: str = "",
 ) -> Generate:
     """A request; a number as prompt stands for so many plain ids of its own."""
     if isinstance(prompt, int):
@@ -31,6 +32,7 @@ def an_ask(
         min_tokens=min_tokens,
         stop_ids=stop_ids,
         emitted=emitted,
+        cache_salt=cache_salt,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.cache.budget import CachePlan
 from engine.cache.pages import pages_for
@@ -84,8 +84,16 @@ def answer(ask: Generate, context: int) -> tuple[list[int], FinishReason]:
 
 
 def a_plan_of_caches(
-    *, slots: int = 4, pages: int = 64, page_tokens: int = 16, context: int = 512
+    *,
+    slots: int = 4,
+    pages: int = 64,
+    page_tokens: int = 16,
+    context: int = 512,
+    snapshots: int = 0,
+    snapshot_tokens: int = 32,
+    reuse_bytes: int = 0,
 ) -> CachePlan:
+    """Pages and snapshots of one byte each; reuse is off unless it has a budget."""
     return CachePlan(
         slots=slots,
         pages=pages,
@@ -93,6 +101,9 @@ def a_plan_of_caches(
         context=context,
         page_bytes=1,
         slot_bytes=1,
+        snapshots=snapshots,
+        snapshot_tokens=snapshot_tokens,
+        reuse_bytes=reuse_bytes,
     )
 
 
@@ -134,6 +145,7 @@ class FakePipeline:
         self.on_their_way: deque[tuple[StepPlan, StepResult | Exception]] = deque()
         self.seen_images: list[tuple[RequestId, int]] = []
         self._slots = [Slot() for _ in range(caches.slots)]
+        self._snapshots = [Slot()] * caches.snapshots
         self._pages = [[-1] * caches.page_tokens for _ in range(caches.pages)]
 
     def submit(self, plan: StepPlan, overlays: Mapping[RequestId, Overlay]) -> None:
@@ -167,6 +179,10 @@ class FakePipeline:
         assert len(set(slots)) == len(slots), "a slot is planned twice"
         drawn: dict[RequestId, Drawn] = {}
         failed: dict[RequestId, NotFinite] = {}
+        for slot_id, rows, snapshot in plan.loads:
+            assert self._slots[slot_id].rows == 0, f"slot {slot_id} was not reset before a reuse"
+            assert self._snapshots[snapshot].rows == rows, "a snapshot of another row"
+            self._slots[slot_id] = replace(self._snapshots[snapshot], last=-1)
         for work in plan.work:
             slot = self._slots[work.slot]
             if work.fresh:
@@ -188,6 +204,8 @@ class FakePipeline:
             slot.last = pick(slot.state, work.draw.sampling.seed, work.draw.banned)
             spoiled = self.spoiled(work)
             drawn[work.request] = Drawn(slot.last if spoiled is None else spoiled, -0.5)
+        for slot_id, snapshot in plan.saves:
+            self._snapshots[snapshot] = replace(self._slots[slot_id])
         return StepResult(number=plan.number, drawn=drawn, failed=failed)
 
     def _write(self, work: Work, tokens: Sequence[int], overlay: Overlay | None) -> None:

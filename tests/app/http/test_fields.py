@@ -75,7 +75,7 @@ SHARED = [
     Field("service_tier", "string", ("auto", "default"), ("gold", ""),
           ignored=("flex", "scale", "priority", "fast")),
     Field("priority", "integer", (0,), (-101, 101), ignored=(-100, 100)),
-    Field("cache_salt", "string", (), ("", "x" * 257), ignored=("x", "x" * 256)),
+    Field("cache_salt", "string", ("x", "x" * 256), ("", "x" * 257)),
     Field("n", "integer", (1, 1.0), (0, -1, 9), (2, 8)),
     Field("presence_penalty", "number", (0, 0.0), (-2.1, 2.1), (-2, 2)),
     Field("frequency_penalty", "number", (0, 0.0), (-2.1, 2.1), (-2, 2)),

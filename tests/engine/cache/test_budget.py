@@ -55,6 +55,8 @@ def a_config(
     max_context: int | None = None,
     max_sequences: int = 4,
     page_tokens: int = 64,
+    prefix_cache: bool = False,
+    prefix_cache_bytes: int | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         model="test",
@@ -62,6 +64,8 @@ def a_config(
         max_context=max_context,
         max_sequences=max_sequences,
         page_tokens=page_tokens,
+        prefix_cache=prefix_cache,
+        prefix_cache_bytes=prefix_cache_bytes,
     )
 
 
@@ -89,7 +93,12 @@ def test_what_is_charged_is_what_the_allocator_takes(
 ) -> None:
     """R2: to the byte."""
     spec = a_spec(*layers, context=1_024)
-    config = a_config(max_sequences=sequences, page_tokens=page_tokens, memory_bytes=1 << 30)
+    config = a_config(
+        max_sequences=sequences,
+        page_tokens=page_tokens,
+        memory_bytes=1 << 30,
+        prefix_cache=True,
+    )
     plan = plan_caches(spec, config, free_bytes=0)
     device = HostDevice("cpu:0", 0, 0)
 
@@ -101,6 +110,7 @@ def test_what_is_charged_is_what_the_allocator_takes(
         pages=plan.pages,
         page_tokens=plan.page_tokens,
         capacity=plan.context,
+        snapshots=plan.snapshots,
     )
 
     assert device.allocations[1] == plan.bytes

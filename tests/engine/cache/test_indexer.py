@@ -231,6 +231,7 @@ CALLS: dict[str, Callable[[IndexCursor], object]] = {
     "mark_pooled": IndexCursor.mark_pooled,
     "geometry": lambda cursor: cursor.geometry(1),
     "restored": lambda cursor: cursor.restored(0),
+    "reuse": lambda cursor: cursor.reuse(0),
 }
 
 

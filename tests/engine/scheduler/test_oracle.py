@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
 
 import pytest
 
+from engine.cache.pages import PageId
 from engine.errors import CapacityExceeded, OutOfMemory
 from engine.messages import Failed, Finished, Generate, RequestId, Token
 from engine.scheduler.plan import StepPlan
 from engine.scheduler.request import Running
-from tests.fakes.asks import an_ask, an_ask_with_pictures
+from tests.fakes.asks import an_ask, an_ask_with_pictures, plain_ids
 from tests.fakes.pipeline import FakeBuilder, Loop, a_plan_of_caches, answer
 
 TURNS = 400
+REUSE = {"snapshots": 7, "reuse_bytes": 25}
 
 
 class Day:
     """Arrivals, departures, pauses and failures, drawn from a seed."""
 
-    def __init__(self, seed: int, steps_in_flight: int) -> None:
+    def __init__(self, seed: int, steps_in_flight: int, reuse: bool) -> None:
         self.draw = random.Random(seed)
+        self.reuse = reuse
         self.builder = FakeBuilder()
         self.loop = Loop(
             caches=a_plan_of_caches(
                 slots=self.draw.choice([1, 2, 5, 9]),
                 pages=self.draw.choice([14, 20, 33, 90]),
                 context=self.draw.choice([128, 192]),
+                **(REUSE if reuse else {}),
             ),
             builder=self.builder,
             steps_in_flight=steps_in_flight,
@@ -43,6 +48,7 @@ class Day:
         self.calm = False  # no more arrivals and no more trouble
 
     def _trouble(self, plan: StepPlan) -> None:
+        check_writes(self, plan)
         if self.calm or self.draw.random() > 0.02:
             return
         if self.draw.random() < 0.5:
@@ -71,7 +77,9 @@ class Day:
     def _arrive(self) -> None:
         draw, name = self.draw, f"r{len(self.asks)}"
         longest = self.loop.caches.context - 1
-        if draw.random() < 0.25:
+        if self.reuse and self.asks and draw.random() < 0.6:
+            ask = self._like_an_earlier_one(name)
+        elif draw.random() < 0.25:
             sizes = [draw.randint(1, 12) for _ in range(draw.randint(1, 3))]
             ask = an_ask_with_pictures(name, *sizes, text=3, max_tokens=draw.randint(1, 40))
         else:
@@ -98,6 +106,23 @@ class Day:
             )
         self.asks[ask.request] = ask
         self.loop.engine.add(ask)
+
+    def _like_an_earlier_one(self, name: str) -> Generate:
+        """The same beginning, with another end or with the answer and a new question behind it."""
+        draw = self.draw
+        earlier = self.asks[draw.choice(sorted(self.asks))]
+        cut = draw.randint(1, len(earlier.prompt))
+        cut = max([cut, *(p.position + p.tokens for p in earlier.pictures)])
+        prompt = earlier.prompt[:cut] + plain_ids(name, draw.randint(0, 20))
+        if draw.random() < 0.3:
+            prompt = earlier.prompt + tuple(answer(earlier, self.loop.caches.context)[0])
+        return an_ask(
+            name,
+            prompt=prompt[: self.loop.caches.context - 1],
+            max_tokens=draw.randint(1, 40),
+            pictures=earlier.pictures,
+            cache_salt=earlier.cache_salt or draw.choice(["", "", "other"]),
+        )
 
     def _leave(self, name: RequestId) -> None:
         self.loop.engine.abort(name)
@@ -132,6 +157,7 @@ def check_tokens(day: Day) -> None:
 def check_holdings(day: Day) -> None:
     """Pages and slots add up, and nothing that a step on its way uses is free."""
     scheduler = day.loop.engine._scheduler
+    prefixes = scheduler.prefixes
     held: list[int] = []
     slots: list[int] = []
     for request in scheduler._running:
@@ -141,20 +167,47 @@ def check_holdings(day: Day) -> None:
     for leaving in scheduler._holdings._leaving:
         held += leaving.pages
         slots.append(leaving.slot)
-    assert len(held) == len(set(held)), "a page has two owners"
+    kept = [block.page for block in prefixes._blocks.values()]
+    owners = Counter([*held, *kept])
+    assert day.reuse or max(owners.values(), default=1) == 1, "a page has two owners"
+    assert all(scheduler.pages.owners(PageId(page)) == n for page, n in owners.items())
     assert len(slots) == len(set(slots)), "a slot has two owners"
-    assert len(held) + scheduler.pages.free == scheduler.pages.total
+    assert len(owners) + scheduler.pages.free == scheduler.pages.total
     assert len(slots) + scheduler.slots.free == scheduler.slots.total
     for plan, _ in day.loop.pipeline.on_their_way:
         assert {page for work in plan.work for page in work.pages} <= set(held)
         assert {work.slot for work in plan.work} <= set(slots)
+    check_reuse(day, held)
 
 
+def check_reuse(day: Day, held: list[int]) -> None:
+    """What is kept is within its bounds, found from its beginning, and idle when nobody uses it."""
+    prefixes = day.loop.engine._scheduler.prefixes
+    blocks = prefixes._blocks.values()
+    assert len({block.page for block in blocks}) == len(blocks)
+    assert prefixes.size <= max(day.loop.caches.reuse_bytes, 0)
+    assert all(block.parent is None or block.parent.alive for block in blocks)
+    assert {b.key for b in blocks if not b.users} == prefixes._idle.keys()
+    assert all(block.page in held for block in blocks if block.users)
+
+
+def check_writes(day: Day, plan: StepPlan) -> None:
+    """Rule 38: no step writes into a page that anybody else can read."""
+    pages = day.loop.engine._scheduler.pages
+    size = day.loop.caches.page_tokens
+    for work in plan.work:
+        for page in work.pages[work.start // size : (work.start + work.count - 1) // size + 1]:
+            assert pages.owners(PageId(page)) == 1
+
+
+@pytest.mark.parametrize("reuse", [False, True], ids=["alone", "reuse"])
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize("seed", range(10))
-def test_every_request_gets_its_own_tokens_and_one_ending(seed: int, steps_in_flight: int) -> None:
-    """R29, R44, R61, R74, rules 86 to 90: whatever arrives, leaves, pauses and fails."""
-    day = Day(seed, steps_in_flight)
+def test_every_request_gets_its_own_tokens_and_one_ending(
+    seed: int, steps_in_flight: int, reuse: bool
+) -> None:
+    """R29, R44, R61, R66, R74, rules 38, 86 to 90: whatever arrives, leaves, pauses and fails."""
+    day = Day(seed, steps_in_flight, reuse)
 
     for turn in range(TURNS):
         day.turn()
@@ -171,6 +224,15 @@ def test_every_request_gets_its_own_tokens_and_one_ending(seed: int, steps_in_fl
     check_tokens(day)
     assert day.over() | day.gone == day.asks.keys()
     day.loop.assert_all_given_back()
+    prefixes = day.loop.engine._scheduler.prefixes
+    assert prefixes.snapshots.out == sum(
+        block.snapshot is not None for block in prefixes._blocks.values()
+    )
+    hits = day.loop.engine.stats().counters["prefix_cache_hits_total"]
+    assert (hits > 0) == reuse
+    prefixes.clear()
+    assert (prefixes.size, prefixes.snapshots.out, prefixes.idle) == (0, 0, 0)
+    assert day.loop.engine._scheduler.pages.free == day.loop.caches.pages
     gc.collect()  # an error on order keeps its frames until then
     assert day.builder.device.allocations == (0, 0)
     finished = [event for event in day.loop.events if isinstance(event, Finished)]
