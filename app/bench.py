@@ -45,6 +45,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int | None = None
     answer_tokens: int = 128
     images: tuple[Path, ...] = ()  # one a request, in turn
+    same_beginning: bool = False  # prompts differ in their last tokens only, not from the first on
     warm_up: int = 1  # requests before the first that counts, one after the other
     key: str | None = None
 
@@ -182,14 +183,21 @@ def exact_prompt(count: Callable[[str], int], tokens: int, lead: str) -> str:
 
 
 def bodies(load: Load, model: str, count: Callable[[str], int]) -> list[bytes]:
-    """Every request, the warm-up first; prompts of an exact length all begin differently."""
+    """Every request, the warm-up first; prompts of an exact length differ in one number each.
+
+    It stands in front, so that no cache of prompt beginnings can answer, or at the very end.
+    """
     total = load.warm_up + load.requests
     pictures = [_data_url(path) for path in load.images]
     exact = load.prompt_tokens or (None if pictures else 100)
-    tail = exact_prompt(count, exact, "1000").removeprefix("1000") if exact else ""
+    before = after = ""
+    if exact and load.same_beginning:
+        before = exact_prompt(lambda text: count(f"{text} 1000"), exact, "Once more.") + " "
+    elif exact:
+        after = exact_prompt(count, exact, "1000").removeprefix("1000")
     made = []
     for n in range(total):
-        text = f"{1000 + n % 9000}{tail}" if exact else QUESTION
+        text = f"{before}{1000 + n % 9000}{after}" if exact else QUESTION
         content: Any = text
         if pictures:
             picture = {"type": "image_url", "image_url": {"url": pictures[n % len(pictures)]}}

@@ -39,6 +39,8 @@ PICTURE = BUILT_IN[DEFAULT_MODEL] / "samples" / "6.png"  # 640 x 480
 MIB = 1024 * 1024
 READY_STARTS = 7
 LONGER = 3_000
+PREFIX = 2_010  # tokens; all but about the last ten are the same
+SOONER = 5.0  # times that a known prefix brings the first token sooner
 COST_RATIO = 1.4  # a prompt token may cost so much more in a 3,000-token prompt than in a 300-token
 
 
@@ -76,6 +78,7 @@ class Profile:
     prompt_tokens: int | None = None
     answer_tokens: int = 128
     pictures: bool = False
+    same_beginning: bool = False
     warm_up: int = 1
 
     def load(self, url: str, model: str | None, images: Sequence[Path]) -> Load:
@@ -88,6 +91,7 @@ class Profile:
             prompt_tokens=self.prompt_tokens,
             answer_tokens=self.answer_tokens,
             images=tuple(images) if self.pictures else (),
+            same_beginning=self.same_beginning,
             warm_up=self.warm_up,
         )
 
@@ -114,7 +118,7 @@ PROFILES = (
     Profile("16-pictures", 16, 48, None, clients=2, answer_tokens=64, pictures=True, warm_up=2),
 )
 # These need processes of our own, so they cannot be asked of a peer by its URL.
-OWN_PROFILES = ("ready", "memory", "prompt-cost")
+OWN_PROFILES = ("ready", "memory", "prompt-cost", "prefix")
 NAMES = (*(p.name for p in PROFILES), *OWN_PROFILES)
 
 
@@ -287,6 +291,28 @@ def run_prompt_cost(model: str, flags: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def run_prefix(model: str, flags: Sequence[str]) -> dict[str, Any]:
+    """How much sooner the first token comes when all but a prompt's end was there before."""
+    new = Profile("new", 1, 8, None, prompt_tokens=PREFIX, answer_tokens=8)
+    known = Profile(
+        "known", 1, 20, None, prompt_tokens=PREFIX, answer_tokens=8, same_beginning=True
+    )
+    with LocalServer(model, flags) as server:
+        server.wait_until_ready()
+        first, again = (run_profile(profile, server.url, None) for profile in (new, known))
+    times = {name: r["result"]["ttft_ms"] for name, r in (("new", first), ("known", again))}
+    result = {
+        **again["result"],
+        "ttft_ms_of_new_prefix": times["new"],
+        "times_sooner": round(times["new"]["p50"] / times["known"]["p50"], 2),
+    }
+    return {
+        "load": again["load"],
+        "result": result,
+        "goal": Goal(("times_sooner",), at_least=SOONER).judge(result),
+    }
+
+
 def _no_load() -> dict[str, int]:
     names = ("clients", "streams", "requests", "prompt_tokens", "answer_tokens", "images")
     return dict.fromkeys(names, 0)
@@ -316,6 +342,7 @@ def line(record: dict[str, Any]) -> str:
         "ready s": (result.get("ready_s") or {}).get("p50"),
         "MiB": (result.get("memory_mib") or {}).get("total"),
         "cost ratio": result.get("cost_ratio"),
+        "times sooner": result.get("times_sooner"),
         "failed": result.get("failed") or None,
     }
     said = ", ".join(f"{name} {value}" for name, value in figures.items() if value is not None)
@@ -347,7 +374,12 @@ def main(
     flags = flag or []
     served = model or DEFAULT_MODEL
     provenance = Provenance(served, ours=url is None)
-    own = {"ready": run_ready, "memory": run_memory, "prompt-cost": run_prompt_cost}
+    own = {
+        "ready": run_ready,
+        "memory": run_memory,
+        "prompt-cost": run_prompt_cost,
+        "prefix": run_prefix,
+    }
     names = NAMES if profile == "all" else (profile,)
     failed = 0
     for wanted in names:

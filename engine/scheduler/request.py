@@ -62,13 +62,8 @@ class Running:
         return self.computed < self.prefix
 
     @property
-    def unseen_prompt(self) -> int:
-        """Rows from the host that are still to be planned."""
-        return self.prefix - self.computed
-
-    @property
     def next_prompt_rows(self) -> int:
-        """Those of them that one step may have: it ends where a snapshot is taken."""
+        """Rows from the host that one step may have: it ends where a snapshot is taken."""
         return (self.stops[0] if self.stops else self.prefix) - self.computed
 
 
