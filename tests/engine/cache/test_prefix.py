@@ -90,7 +90,7 @@ def test_a_page_with_rows_of_a_picture_is_found_by_that_picture_only() -> None:
     keeper.run(keys(*ids, pictures=(a_picture(5, 5, "red"),)), 0, 1, 2)
 
     assert keeper.found(keys(*ids, pictures=(a_picture(5, 5, "red"),))) == (3, 3)
-    assert keeper.found(keys(*ids, pictures=(a_picture(5, 5, "blue"),))) == (1, 1)
+    assert keeper.found(keys(*ids, pictures=(a_picture(5, 5, "sky"),))) == (1, 1)
     # Two pictures whose rows change hands inside a page are not one.
     parts = (a_picture(5, 3, "red"), a_picture(8, 2, "red"))
     assert keeper.found(keys(*ids, pictures=parts)) == (1, 1)
