@@ -98,7 +98,7 @@ class Holdings:
         """
         last = (tokens - 1) // self._page_tokens * self._page_tokens
         stops = {match.known * self._page_tokens, *range(self._grid, last + 1, self._grid)}
-        if last - reused >= self._grid // 2:  # a shorter one when it is seen a second time
+        if last - reused >= self._grid:  # a shorter one when it is seen a second time
             stops.add(last)
         return sorted(stop for stop in stops if stop > reused)
 

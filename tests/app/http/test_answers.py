@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from engine.messages import Failed, RequestId
+from engine.messages import Event, Failed, Generate, RequestId, Token
 from tests.app.http.test_errors import CHAT
 from tests.fakes.connection import Connection
 from tests.fakes.services import (
@@ -182,6 +182,41 @@ async def test_usage_counts_image_rows_once() -> None:
     assert details["image_tokens"] == sum(p.tokens for p in server.engine.seen[0].pictures) > 0
     assert details["image_tokens"] + details["text_tokens"] == usage["prompt_tokens"]
     assert usage["prompt_tokens"] == len(server.engine.seen[0].prompt)
+
+
+async def test_reused_tokens_are_told_whatever_ends_the_answer() -> None:
+    """O36: the first token tells them, so an answer that a stop string cut has them as well."""
+
+    def reuses(ask: Generate) -> list[Event]:
+        first, *others = ids("</think>one, two, three, four")
+        rest: list[Event] = [Token(ask.request, id_) for id_ in others]
+        return [Token(ask.request, first, cached_tokens=3), *rest]
+
+    server = a_server(reuses)
+    for fields in ({"stop": ["three"]}, {}):
+        whole, stream = await both(server, **fields)
+        assert stream.usage
+        assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+        assert stream.usage["prompt_tokens_details"]["cached_tokens"] == 3
+    async with server.client() as http:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        running = await http.post(CHAT, json=server.ask(stream=True, stream_options=options))
+        metrics = (await http.get("/metrics")).text
+    told = [
+        c["usage"]["prompt_tokens_details"]["cached_tokens"] for c in read_stream(running).chunks
+    ]
+    assert set(told[1:]) == {3}
+    assert "stagelight_cached_tokens_total 15.0" in metrics
+
+
+async def test_the_salt_of_a_request_goes_to_the_engine() -> None:
+    """O25, and it is no field without an effect."""
+    server = a_server()
+    async with server.client() as http:
+        salted = await http.post(CHAT, json=server.ask(cache_salt="tenant 7"))
+        await http.post(CHAT, json=server.ask())
+    assert [ask.cache_salt for ask in server.engine.seen] == ["tenant 7", ""]
+    assert "x-ignored-params" not in salted.headers
 
 
 async def test_usage_is_in_a_stream_only_when_asked_for() -> None:

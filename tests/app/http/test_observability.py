@@ -162,6 +162,7 @@ NAMES = [
     *("e2e_request_latency_seconds", "queue_time_seconds", "prefill_time_seconds"),
     *("image_decode_seconds", "vision_encode_seconds", "schema_compile_seconds"),
     *("kv_cache_usage_ratio", "prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("encoder_cache_queries_total", "encoder_cache_hits_total"),
     *("preemptions_total", "drafts_proposed_total", "drafts_accepted_total"),
     *("non_finite_rows_total", "engine_state", "scheduler_heartbeat_age_seconds"),
     *("last_step_age_seconds", "device_wait_seconds", "gpu_fault", "worker_restarts_total"),

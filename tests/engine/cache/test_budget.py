@@ -12,6 +12,7 @@ from engine.cache.budget import (
     pool_of,
     slot_bytes,
 )
+from engine.cache.pages import pages_for
 from engine.config import EngineConfig
 from engine.device.host import HostDevice
 from engine.errors import ConfigError, ConfigRefused
@@ -214,3 +215,28 @@ def test_a_model_without_paged_rows_has_pages_all_the_same() -> None:
         page_bytes=0,
         slot_bytes=slot_bytes([KDA]),
     )
+
+
+def test_reuse_is_bounded_and_half_of_it_at_most_is_snapshots() -> None:
+    spec = a_spec(KDA, LATENT, context=1_024)
+    config = a_config(memory_bytes=1 << 26, prefix_cache=True, prefix_cache_bytes=1 << 20)
+    plan = plan_caches(spec, config, free_bytes=0)
+
+    assert plan.reuse_bytes == 1 << 20
+    assert plan.snapshots == (1 << 19) // plan.slot_bytes > 0
+    assert plan.bytes <= 1 << 26
+
+
+def test_reuse_takes_no_memory_that_one_sequence_needs() -> None:
+    """R3: what can be had without reuse can be had with it."""
+    spec = a_spec(KDA, LATENT, context=1_024)
+    plain = plan_caches(spec, a_config(memory_bytes=1 << 30), free_bytes=0)
+    tight = 4 * plain.slot_bytes + pages_for(1_024, 64) * plain.page_bytes
+
+    plan = plan_caches(
+        spec, a_config(memory_bytes=tight, max_context=1_024, prefix_cache=True), free_bytes=0
+    )
+
+    assert plan.context == 1_024
+    assert plan.snapshots == 0
+    assert plan.bytes <= tight
