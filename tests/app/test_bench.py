@@ -84,6 +84,17 @@ def test_prompts_have_exactly_the_tokens_asked_for(tokens: int, *, has_tokenize:
     assert [count_tokens(text) for text in texts] == [tokens] * 3
 
 
+def test_prompts_with_the_same_beginning_differ_in_their_last_word_only() -> None:
+    manner = Manner()
+    with OpenAIServer(manner) as server:
+        measure(a_load(server.url, prompt_tokens=60, same_beginning=True))
+
+    texts = [body["messages"][0]["content"] for body in manner.seen]
+    assert len(set(texts)) == len(texts) == 5
+    assert len({text.rpartition(" ")[0] for text in texts}) == 1
+    assert {count_tokens(text) for text in texts} == {60}
+
+
 def test_a_prompt_shorter_than_the_template_is_refused_with_the_number() -> None:
     with pytest.raises(ConfigError, match=f"{TEMPLATE_TOKENS + 1} tokens, not 3"):
         exact_prompt(count_tokens, 3, "1000")
