@@ -1,6 +1,7 @@
 """class Ops(Protocol): every op, its shapes, dtypes, errors, source. THE SEAM.
 
-Two implementations: `ops/reference` (plain NumPy, the definition) and `ops/cuda` (the fast twin).
+Implementations: `ops/reference` (plain NumPy, the definition), `ops/exact` (the same with one order
+for each sum of a row, `--deterministic on`) and `ops/cuda` (the fast twin).
 Model code calls these and slices, reshapes and transposes views; it computes nothing itself.
 
 Rules for all ops. Activations are float32 on the reference; results are new arrays unless a

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from engine.cache.budget import capacity
-from engine.device.device import Array
+from engine.device.device import Array, Device
 from engine.device.host import HostDevice
 from engine.models.batch import Batch
 from engine.models.forward import enter, final_hidden, leave, run_layers
@@ -16,7 +16,7 @@ from engine.models.overlay import Overlay
 from engine.models.registry import LoadedModel, load_model
 from engine.models.state import make_states
 from engine.ops.reference.ops import ReferenceOps
-from engine.ops.spec import Rows
+from engine.ops.spec import Ops, Rows
 
 
 def a_device() -> HostDevice:
@@ -51,10 +51,16 @@ class Decoder:
     """One model, one device, some slots with pages scattered over the pool."""
 
     def __init__(
-        self, folder: Path, *, slots: int = 1, context: int = 4096, page_tokens: int = 64
+        self,
+        folder: Path,
+        *,
+        slots: int = 1,
+        context: int = 4096,
+        page_tokens: int = 64,
+        backend: Callable[[Device], Ops] = ReferenceOps,
     ) -> None:
         self.device = a_device()
-        self.ops = ReferenceOps(self.device)
+        self.ops = backend(self.device)
         self.model: LoadedModel = load_model(
             folder, self.ops, self.device, lambda _done, _total: None
         )

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.ops.exact.ops import ExactOps
+from engine.ops.reference.ops import ReferenceOps
 from tests.fakes.decoder import Decoder
 from tests.golden.pictures import an_encoder, overlay_of, read
 from vision.encoder import Encoder
@@ -21,9 +23,9 @@ PICTURES = [entry for entry in REFERENCE if IMAGE in entry["prompt_ids"]]
 TOLERANCE = 1e-3  # of margins and of the top logits
 
 
-@pytest.fixture(scope="module")
-def glimmer() -> Decoder:
-    return Decoder(FOLDER, slots=3, context=512)
+@pytest.fixture(scope="module", params=[ReferenceOps, ExactOps])
+def glimmer(request: pytest.FixtureRequest) -> Decoder:
+    return Decoder(FOLDER, slots=3, context=512, backend=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,9 @@ from engine.models.ffn import MoeWeights
 from engine.models.forward import enter
 from engine.models.overlay import Overlay
 from engine.models.state import KdaState, LatentState, make_state
-from engine.ops.reference.indexer import pool_scores
-from engine.ops.reference.pointwise import hyper_coefficients
+from engine.ops import exact, reference
+from engine.ops.exact.ops import ExactOps
+from engine.ops.reference.ops import ReferenceOps
 from engine.spec import Kda, Latent, Moe
 from tests.fakes.decoder import Decoder, rows_of
 from tests.golden.pictures import an_encoder, overlay_of
@@ -36,9 +37,9 @@ def fixture() -> dict[str, Array]:
         return dict(arrays)
 
 
-@pytest.fixture(scope="module")
-def decoder() -> Decoder:
-    return Decoder(FOLDER, slots=8, context=256, page_tokens=PAGE)
+@pytest.fixture(scope="module", params=[ReferenceOps, ExactOps])
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    return Decoder(FOLDER, slots=8, context=256, page_tokens=PAGE, backend=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +294,8 @@ def test_the_dsa_layer_agrees_step_by_step(
     close(queries, fixture["dsa.idx.q"], INNER)
     pooled = state.index.pooled[decoder.table[0]].reshape(-1, index.dim)[:10]
     close(pooled, fixture["dsa.idx.pool_keys"], INNER)
-    scores = pool_scores(queries, projected[:, -index.heads :], pooled)
+    inside = exact.attention if isinstance(ops, ExactOps) else reference.indexer
+    scores = inside.pool_scores(queries, projected[:, -index.heads :], pooled)
     close(scores, fixture["dsa.idx.scores"], INNER)
     absorbed = ops.head_linear(
         ops.linear(low, w.queries)[:, : spec.heads * spec.key_dim].reshape(43, spec.heads, -1),
@@ -336,7 +338,8 @@ def site_agrees(
     residual = decoder.spec.residual
     assert residual is not None
     assert site.hyper is not None
-    pre, mix = hyper_coefficients(
+    inside = exact if isinstance(decoder.ops, ExactOps) else reference
+    pre, mix = inside.pointwise.hyper_coefficients(
         x,
         site.hyper,
         norm_eps=decoder.spec.norm_eps,

@@ -1,4 +1,4 @@
-"""The NumPy reference answers as plain loops do, on every case of every op."""
+"""The NumPy backends answer as plain loops do, on every case of every op."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from engine.errors import ShapeMismatch
+from engine.ops.exact.ops import ExactOps
 from engine.ops.reference.ops import ReferenceOps
 from engine.ops.spec import Ops
 from tests.fakes.decoder import a_device, rows_of
 from tests.ops.cases import CASES, PACKERS, Case, normal
 
 
-@pytest.fixture
-def ops() -> ReferenceOps:
-    return ReferenceOps(a_device())
+@pytest.fixture(params=[ReferenceOps, ExactOps])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    made: Ops = request.param(a_device())
+    return made
 
 
 EVERY = [pytest.param(case, id=f"{op}: {case.label}") for op in CASES for case in CASES[op]]

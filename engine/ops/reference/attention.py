@@ -57,10 +57,7 @@ def gather_group(pages: Array, table: Array, counts: Array) -> tuple[Array, Arra
 def latent_attention(
     q: Array, latents: Array, selected: Array | None, rows: Rows, *, scale: float
 ) -> Array:
-    if q.shape[2] != latents.shape[2] or len(q) != int(rows.starts[-1]):
-        raise ShapeMismatch(f"q {q.shape} does not fit latents {latents.shape}.")
-    if selected is not None and len(selected) != len(q):
-        raise ShapeMismatch(f"selected {selected.shape} does not fit q {q.shape}.")
+    check_latent(q, latents, selected, rows)
     q = q * np.float32(scale)
     out = np.empty(q.shape, np.float32)
     alone = rows.decode if rows.decode > 1 else 0  # decode rows that go in groups
@@ -80,6 +77,14 @@ def latent_attention(
         else:
             _gathered(q[part], latents, rows, rows.owners[part], selected[part], out[part])
     return out
+
+
+def check_latent(q: Array, latents: Array, selected: Array | None, rows: Rows) -> None:
+    """Raises `ShapeMismatch`."""
+    if q.shape[2] != latents.shape[2] or len(q) != int(rows.starts[-1]):
+        raise ShapeMismatch(f"q {q.shape} does not fit latents {latents.shape}.")
+    if selected is not None and len(selected) != len(q):
+        raise ShapeMismatch(f"selected {selected.shape} does not fit q {q.shape}.")
 
 
 def attend(q: Array, keys: Array, values: Array, hidden: Array | None) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from engine.device.device import Array
@@ -46,8 +48,31 @@ def index_pool(
     pooled.reshape(-1, dim)[complete] = key / np.where(total > 0.0, total, 1.0)
 
 
+def pool_scores(q: Array, head_weights: Array, keys: Array) -> Array:
+    """Score of each pool for each row (R20).
+
+    Shapes: q (rows, heads, dim) · keys (pools, dim), or (rows, pools, dim) of each row's own
+            result (rows, pools)
+    """
+    rows, heads, dim = q.shape
+    q = q * np.float32(dim**-0.5)
+    if keys.ndim == 2:
+        scores = np.dot(q.reshape(rows * heads, dim), keys.T).reshape(rows, heads, -1)
+    else:
+        scores = np.matmul(q, keys.transpose(0, 2, 1))
+    np.maximum(scores, 0.0, out=scores)
+    return np.matmul(head_weights[:, None], scores)[:, 0]
+
+
 def index_select(
-    q: Array, head_weights: Array, pooled: Array, rows: Rows, *, pool: int, top_tokens: int
+    q: Array,
+    head_weights: Array,
+    pooled: Array,
+    rows: Rows,
+    *,
+    pool: int,
+    top_tokens: int,
+    score: Callable[[Array, Array, Array], Array] = pool_scores,
 ) -> Array | None:
     if head_weights.shape != q.shape[:2] or pooled.shape[2] != q.shape[2]:
         raise ShapeMismatch(f"q {q.shape}, weights {head_weights.shape}, pooled {pooled.shape}.")
@@ -64,7 +89,7 @@ def index_select(
             if len(long):
                 counts = (rows.context[long] + 1) // pool
                 keys, _ = gather_group(pooled, rows.table[long, :pages], counts)
-                scores = pool_scores(q[long], head_weights[long], keys)
+                scores = score(q[long], head_weights[long], keys)
                 selected[long] = _chosen(scores, visible[long], pool, top_tokens)
     for number, (first, count, context, _) in enumerate(rows.segments[alone:], alone):
         end = context + count
@@ -75,25 +100,9 @@ def index_select(
         block = max(1, SCORE_ELEMENTS // (q.shape[1] * len(keys)))
         for at in range(start, first + count, block):
             part = slice(at, min(at + block, first + count))
-            scores = pool_scores(q[part], head_weights[part], keys)
+            scores = score(q[part], head_weights[part], keys)
             selected[part] = _chosen(scores, visible[part], pool, top_tokens)
     return selected
-
-
-def pool_scores(q: Array, head_weights: Array, keys: Array) -> Array:
-    """Score of each pool for each row (R20).
-
-    Shapes: q (rows, heads, dim) · keys (pools, dim), or (rows, pools, dim) of each row's own
-            result (rows, pools)
-    """
-    rows, heads, dim = q.shape
-    q = q * np.float32(dim**-0.5)
-    if keys.ndim == 2:
-        scores = np.dot(q.reshape(rows * heads, dim), keys.T).reshape(rows, heads, -1)
-    else:
-        scores = np.matmul(q, keys.transpose(0, 2, 1))
-    np.maximum(scores, 0.0, out=scores)
-    return np.matmul(head_weights[:, None], scores)[:, 0]
 
 
 def _chosen(scores: Array, visible: Array, pool: int, top_tokens: int) -> Array:

@@ -41,6 +41,31 @@ def pack_experts(
     shared_gate_up: npt.NDArray[np.float32],
     shared_down: npt.NDArray[np.float32],
 ) -> Experts:
+    together = None
+    every, down_in, pieces = in_pieces(gate_up, down, shared_gate_up, shared_down)
+    count, inner, ins = down_in.shape
+    if count - pieces <= DENSE_EXPERTS:
+        halves = every.reshape(count, 2, inner, ins).transpose(3, 1, 0, 2)
+        together = np.ascontiguousarray(halves.reshape(ins, -1))
+    return Experts(
+        gate_up=np.ascontiguousarray(every.transpose(0, 2, 1)),
+        down=np.ascontiguousarray(down_in.reshape(-1, ins)),
+        together=together,
+        shared=pieces,
+    )
+
+
+def in_pieces(
+    gate_up: npt.NDArray[np.float32],
+    down: npt.NDArray[np.float32],
+    shared_gate_up: npt.NDArray[np.float32],
+    shared_down: npt.NDArray[np.float32],
+) -> tuple[Array, Array, int]:
+    """The shared expert cut into experts of the routed ones' width, behind them.
+
+    Shapes: as `Ops.pack_experts` -> gate_up (E, 2*inner, ins) · down (E, inner, ins) · pieces
+    Raises: ShapeMismatch
+    """
     count, width, ins = gate_up.shape
     inner = width // 2
     pieces = shared_gate_up.shape[0] // width
@@ -51,19 +76,9 @@ def pack_experts(
         )
     # (2, pieces, inner, ins): a piece is some of the gate rows and the same of the up rows
     cut = shared_gate_up.reshape(2, pieces, inner, ins).transpose(1, 0, 2, 3)
-    gate_up = np.concatenate([gate_up, cut.reshape(pieces, width, ins)])
+    every = np.concatenate([gate_up, cut.reshape(pieces, width, ins)])
     cut_down = shared_down.reshape(ins, pieces, inner).transpose(1, 2, 0)
-    down_in = np.concatenate([down.transpose(0, 2, 1), cut_down]).reshape(-1, ins)
-    together = None
-    if count <= DENSE_EXPERTS:
-        halves = gate_up.reshape(-1, 2, inner, ins).transpose(3, 1, 0, 2)
-        together = np.ascontiguousarray(halves.reshape(ins, -1))
-    return Experts(
-        gate_up=np.ascontiguousarray(gate_up.transpose(0, 2, 1)),
-        down=np.ascontiguousarray(down_in),
-        together=together,
-        shared=pieces,
-    )
+    return every, np.concatenate([down.transpose(0, 2, 1), cut_down]), pieces
 
 
 def route(
@@ -77,10 +92,34 @@ def route(
     top_groups: int,
 ) -> tuple[Array, Array]:
     rows, experts = logits.shape
+    fits = bias.shape == (experts,) and experts % groups == 0
+    if fits and rows <= FLOAT_ROWS and experts <= FEW_EXPERTS and top_groups == groups:
+        return _route_few_rows(logits, bias.tolist(), active, scale, normalise)
+    return route_rows(
+        logits,
+        bias,
+        active=active,
+        scale=scale,
+        normalise=normalise,
+        groups=groups,
+        top_groups=top_groups,
+    )
+
+
+def route_rows(
+    logits: Array,
+    bias: Array,
+    *,
+    active: int,
+    scale: float,
+    normalise: bool,
+    groups: int,
+    top_groups: int,
+) -> tuple[Array, Array]:
+    """`route` for any number of rows, each by itself."""
+    rows, experts = logits.shape
     if bias.shape != (experts,) or experts % groups:
         raise ShapeMismatch(f"bias {bias.shape} or {groups} groups do not fit {experts} experts.")
-    if rows <= FLOAT_ROWS and experts <= FEW_EXPERTS and top_groups == groups:
-        return _route_few_rows(logits, bias.tolist(), active, scale, normalise)
     scores = sigmoid(logits)
     biased = scores + bias
     if top_groups < groups:

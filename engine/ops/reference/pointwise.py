@@ -279,7 +279,7 @@ def _hyper_in_one_row(
     m += w.base
     e = np.exp(m, out=m).tolist()
     p0, p1, p2, p3 = (2.0 / (1.0 + v) for v in e[4:8])
-    a, b, c, d = _sinkhorn_four(e[8:], eps, rounds)
+    a, b, c, d = sinkhorn_four(e[8:], eps, rounds)
     mix[:] = (*a, p0), (*b, p1), (*c, p2), (*d, p3)
     pre = np.array([1.0 / (1.0 + v) + eps for v in e[:4]], np.float32)
     np.dot(pre, x[:4], h)
@@ -290,29 +290,30 @@ def _hyper_in_one_row(
 Four = tuple[float, float, float, float]
 
 
-def _sinkhorn_four(e: list[float], eps: float, rounds: int) -> tuple[Four, Four, Four, Four]:
+def sinkhorn_four(e: list[float], eps: float, rounds: int) -> tuple[Four, Four, Four, Four]:
     """`sinkhorn` of one 4 x 4 matrix, as a divisor for each line: entry (j, i) is k_ji / (p_j v_i).
 
     Letters a..d are the lines j with divisors p..s, digits 0..3 the lines i with divisors v.
     """
     a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = e
-    v0, v1, v2, v3 = a0 + b0 + c0 + d0, a1 + b1 + c1 + d1, a2 + b2 + c2 + d2, a3 + b3 + c3 + d3
+    v0, v1 = (a0 + c0) + (b0 + d0), (a1 + c1) + (b1 + d1)
+    v2, v3 = (a2 + c2) + (b2 + d2), (a3 + c3) + (b3 + d3)
     a0, a1, a2, a3 = a0 / v0 + eps, a1 / v1 + eps, a2 / v2 + eps, a3 / v3 + eps
     b0, b1, b2, b3 = b0 / v0 + eps, b1 / v1 + eps, b2 / v2 + eps, b3 / v3 + eps
     c0, c1, c2, c3 = c0 / v0 + eps, c1 / v1 + eps, c2 / v2 + eps, c3 / v3 + eps
     d0, d1, d2, d3 = d0 / v0 + eps, d1 / v1 + eps, d2 / v2 + eps, d3 / v3 + eps
     v0 = v1 = v2 = v3 = 1.0
-    p, q = a0 + a1 + a2 + a3 + eps, b0 + b1 + b2 + b3 + eps
-    r, s = c0 + c1 + c2 + c3 + eps, d0 + d1 + d2 + d3 + eps
+    p, q = (a0 + a2) + (a1 + a3) + eps, (b0 + b2) + (b1 + b3) + eps
+    r, s = (c0 + c2) + (c1 + c3) + eps, (d0 + d2) + (d1 + d3) + eps
     for _ in range(rounds - 1):
-        v0 = a0 / p + b0 / q + c0 / r + d0 / s + eps * v0
-        v1 = a1 / p + b1 / q + c1 / r + d1 / s + eps * v1
-        v2 = a2 / p + b2 / q + c2 / r + d2 / s + eps * v2
-        v3 = a3 / p + b3 / q + c3 / r + d3 / s + eps * v3
-        p = a0 / v0 + a1 / v1 + a2 / v2 + a3 / v3 + eps * p
-        q = b0 / v0 + b1 / v1 + b2 / v2 + b3 / v3 + eps * q
-        r = c0 / v0 + c1 / v1 + c2 / v2 + c3 / v3 + eps * r
-        s = d0 / v0 + d1 / v1 + d2 / v2 + d3 / v3 + eps * s
+        v0 = (a0 / p + c0 / r) + (b0 / q + d0 / s) + eps * v0
+        v1 = (a1 / p + c1 / r) + (b1 / q + d1 / s) + eps * v1
+        v2 = (a2 / p + c2 / r) + (b2 / q + d2 / s) + eps * v2
+        v3 = (a3 / p + c3 / r) + (b3 / q + d3 / s) + eps * v3
+        p = (a0 / v0 + a2 / v2) + (a1 / v1 + a3 / v3) + eps * p
+        q = (b0 / v0 + b2 / v2) + (b1 / v1 + b3 / v3) + eps * q
+        r = (c0 / v0 + c2 / v2) + (c1 / v1 + c3 / v3) + eps * r
+        s = (d0 / v0 + d2 / v2) + (d1 / v1 + d3 / v3) + eps * s
     return (
         (a0 / p / v0, a1 / p / v1, a2 / p / v2, a3 / p / v3),
         (b0 / q / v0, b1 / q / v1, b2 / q / v2, b3 / q / v3),

@@ -59,26 +59,15 @@ def kda_gates(
 
 
 def kda(qkv: Array, g: Array, beta: Array, state: Array, rows: Rows) -> Array:
-    count, three, heads, dim = qkv.shape
-    if three != 3 or g.shape != (count, heads, dim) or beta.shape != (count, heads):
-        raise ShapeMismatch(f"qkv {qkv.shape}, g {g.shape}, beta {beta.shape}.")
-    if state.shape[1:] != (heads, dim, dim):
-        raise ShapeMismatch(f"state {state.shape} does not fit {heads} heads of {dim}.")
+    check_kda(qkv, g, beta, state)
     for slot in rows.fresh_slots:
         state[slot] = 0.0
-    qk = qkv[:, :2]
-    norms = np.vecdot(qk, qk)
-    norms += NORM_EPS
-    np.sqrt(norms, out=norms)
-    norms[:, 0] *= dim**0.5  # the query's own scale, behind its L2 norm
-    qk = qk / norms[..., None]
-    v = qkv[:, 2]
-
-    out = np.empty((count, heads, dim), np.float32)
+    qk, v = normalised(qkv)
+    out = np.empty(v.shape, np.float32)
     decode = rows.decode
     if decode:
         memory = state[rows.decode_slots]
-        _one_token(qk[:decode], v[:decode], g[:decode], beta[:decode], memory, out[:decode])
+        one_token(qk[:decode], v[:decode], g[:decode], beta[:decode], memory, out[:decode])
         if not isinstance(rows.decode_slots, slice):
             state[rows.decode_slots] = memory
     for segment in rows.segments[decode:]:
@@ -86,7 +75,29 @@ def kda(qkv: Array, g: Array, beta: Array, state: Array, rows: Rows) -> Array:
     return out
 
 
-def _one_token(qk: Array, v: Array, g: Array, beta: Array, memory: Array, out: Array) -> None:
+def check_kda(qkv: Array, g: Array, beta: Array, state: Array) -> None:
+    """Raises `ShapeMismatch`."""
+    count, three, heads, dim = qkv.shape
+    if three != 3 or g.shape != (count, heads, dim) or beta.shape != (count, heads):
+        raise ShapeMismatch(f"qkv {qkv.shape}, g {g.shape}, beta {beta.shape}.")
+    if state.shape[1:] != (heads, dim, dim):
+        raise ShapeMismatch(f"state {state.shape} does not fit {heads} heads of {dim}.")
+
+
+def normalised(qkv: Array) -> tuple[Array, Array]:
+    """Query and key with their L2 norms (glm 5.2), and the value.
+
+    Shapes: qkv (rows, 3, heads, dim) -> (rows, 2, heads, dim), new · (rows, heads, dim), a view
+    """
+    qk = qkv[:, :2]
+    norms = np.vecdot(qk, qk)
+    norms += NORM_EPS
+    np.sqrt(norms, out=norms)
+    norms[:, 0] *= qkv.shape[3] ** 0.5  # the query's own scale, behind its L2 norm
+    return qk / norms[..., None], qkv[:, 2]
+
+
+def one_token(qk: Array, v: Array, g: Array, beta: Array, memory: Array, out: Array) -> None:
     """glm 5.4 for one token of many sequences; q reads before the write, which is then added.
 
     Shapes: qk (seqs, 2, heads, dim) · v, g, out (seqs, heads, dim) · beta (seqs, heads)
@@ -109,7 +120,7 @@ def _chunks(
 
     Arrays stay (chunks, tokens, heads, dim), as rows come; matmul reads them with heads outside.
 
-    Shapes: as in `_one_token`, over all rows of the step · memory (heads, dim, dim), one slot's
+    Shapes: as in `one_token`, over all rows of the step · memory (heads, dim, dim), one slot's
     """
     first, count = segment.first, segment.length
     heads, dim = v.shape[1:]
