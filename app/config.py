@@ -135,7 +135,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("dtype", lambda v: v == "bfloat16", "bfloat16 on the CPU", "float32 or auto"),
     NotYet("load-format", lambda v: v == "dummy", "made-up weights", "auto"),
     NotYet("speculate", lambda v: v != 0, "speculation", "off"),
-    NotYet("deterministic", lambda v: v is True, "the deterministic mode", "off"),
     NotYet("image-hosts", lambda v: v != ("none",), "pictures by URL", "none and send data URLs"),
 )
 
@@ -258,6 +257,7 @@ def _resolve(model: str, values: dict[str, Any]) -> ServerConfig:
         prefix_cache=values["prefix-cache"],
         prefix_cache_bytes=values["prefix-cache-bytes"],
         encoder_cache_bytes=values["encoder-cache-bytes"],
+        deterministic=values["deterministic"],
         queue_limit=values["queue-limit"],
         queue_timeout_s=values["queue-timeout-s"],
         canary_period_s=values["canary-period-s"],

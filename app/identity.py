@@ -39,7 +39,7 @@ class Identity:
         """Read the program and the checkpoint; some milliseconds, once at boot."""
         checkpoint = _digest_of_checkpoint(Path(engine.model))
         numerics = (engine.dtype, len(engine.devices), engine.fence, engine.step_tokens)
-        told = f"{build_id()} {checkpoint} {numerics} {engine.blas_threads}"
+        told = f"{build_id()} {checkpoint} {numerics} {engine.blas_threads} {engine.deterministic}"
         return cls(
             version=version_id(),
             build=build_id(),

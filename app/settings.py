@@ -175,7 +175,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("speculate", SPECULATE, "off", "Tokens drafted in each step."),
     Setting("prefix-cache", SWITCH, "on", "Keep the rows of prompt beginnings for later requests."),
     Setting("supervise", SWITCH, "on", "Replace a worker process that died, hangs or is faulted."),
-    Setting("deterministic", SWITCH, "off", "Give every sum one order, whatever the batch."),
+    Setting(
+        "deterministic",
+        SWITCH,
+        "off",
+        "Give each sum of a row one order: the same bits whatever the batch and the chunks.",
+    ),
     Setting(
         "api-key-file", FILE, "", "File with one key a line, `name:key` or `key`.", "no key needed"
     ),

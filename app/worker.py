@@ -29,6 +29,7 @@ from engine.messages import Carried, Loaded, PatchSpec, Picture
 from engine.models.overlay import Overlay
 from engine.models.registry import LoadedModel, Placement, describe, load_stages
 from engine.models.streams import payload_width
+from engine.ops.exact.ops import ExactOps
 from engine.ops.reference.ops import ReferenceOps
 from engine.ops.spec import Ops
 from engine.pipeline.boundary import Boundary
@@ -89,7 +90,7 @@ def build(
         raise ModelError(_of(folder, str(refused))) from refused
     layers = stage_layers(config, spec)  # what cannot work is refused before weights are read
     devices = _devices(config, board if config.fault_injection else None)
-    backends = [ReferenceOps(device) for device in devices]  # one each, also on one device
+    backends = [choose_ops(config, device) for device in devices]  # one each, also on one device
     links = [
         choose(one, other, config.transport, rows=config.step_tokens, width=payload_width(spec))
         for one, other in pairwise(devices)
@@ -174,6 +175,11 @@ def _say_the_split(
 
 def _of(folder: Path, reason: str) -> str:
     return reason if str(folder) in reason else f"{folder}: {reason}"
+
+
+def choose_ops(config: EngineConfig, device: HostDevice) -> Ops:
+    """The implementation that a stage computes with: the same for all, chosen here and once."""
+    return ExactOps(device) if config.deterministic else ReferenceOps(device)
 
 
 def free_memory() -> int:

@@ -29,6 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_bytes: int | None = None  # at most; None: a part of those above
     encoder_cache_bytes: int = 32 * 1024 * 1024  # of image rows kept for reuse; 0 keeps none
     dtype: Literal["float32"] = "float32"
+    deterministic: bool = False  # one order for each sum of a row (D9)
     queue_limit: int = 256  # requests that may wait (O63)
     queue_timeout_s: float = 60.0
     canary_period_s: float = 5.0  # idle round trip on each stage (R81)

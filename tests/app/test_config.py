@@ -209,7 +209,6 @@ def test_stages_and_devices_that_disagree_are_refused(stages: str, devices: str)
     [
         ("devices", "cuda:0", "cpu"),
         ("speculate", "2", "off"),
-        ("deterministic", "on", "off"),
         ("dtype", "bfloat16", "float32"),
         ("load-format", "dummy", "auto"),
         ("image-hosts", "example.org", "none"),
