@@ -11,12 +11,15 @@ import pytest
 
 from app.config import BUILT_IN
 from app.control import Vitals
-from app.worker import WatchedEncoder, build, free_memory
+from app.worker import WatchedEncoder, build, choose_ops, free_memory
 from engine.config import EngineConfig
 from engine.device.faults import Latch
 from engine.device.orders import FaultBoard
 from engine.errors import ConfigError, DeviceError, ModelError
 from engine.messages import Inject, Picture
+from engine.ops.exact.ops import ExactOps
+from engine.ops.reference.ops import ReferenceOps
+from tests.fakes.decoder import a_device
 from vision.encoder import Encoder
 
 GLIMMER = str(BUILT_IN["glimmer"])
@@ -38,6 +41,13 @@ def test_the_worker_says_what_the_model_can_do_and_reads_every_byte() -> None:
     [device] = machine.judge.devices
     assert (device.name, device.residency.generation) == ("cpu:0", 7)
     assert isinstance(machine.engine.self_test(), int)
+
+
+def test_the_deterministic_mode_computes_with_the_exact_ops() -> None:
+    """D9: and without it nothing of them is in the way."""
+    device = a_device()
+    assert type(choose_ops(EngineConfig(model=GLIMMER, deterministic=True), device)) is ExactOps
+    assert type(choose_ops(EngineConfig(model=GLIMMER), device)) is ReferenceOps
 
 
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cpu:0", "cuda:1"), ("tpu",)])
