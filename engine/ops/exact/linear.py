@@ -1,8 +1,8 @@
 """exact NumPy: matmul in tiles of one fixed call shape, so that a row never feels its neighbours.
 
-BLAS picks its kernel, and with it the order of a row's sum, by the shape of a call. Here every call
-is TILE rows by PANEL columns, short tiles filled up with zeros: the order is the same for one row
-and for a thousand, wherever the row lies. On all kernel families tried, AVX2 and AVX-512, this
+BLAS picks its kernel, and with it the order of a row's sum, by the shape of a call. Here a call is
+TILE rows by one panel of columns, short tiles filled up with zeros: the order is the same for one
+row and for a thousand, wherever the row lies. On all kernel families tried, AVX2 and AVX-512, this
 holds for 1, 2, 4 and 8 rows; for 16 it does not, and padding rows to 8 or 16 without panels fails.
 """
 
@@ -17,7 +17,8 @@ from engine.device.device import Array
 from engine.errors import ShapeMismatch
 
 TILE = 4  # rows of a call; one row costs as much as four
-PANEL = 64  # columns of a call
+PANELS = (64, 48, 32)  # columns of a call; the first that wastes little; 24 would not do
+WASTE = 1.1
 DEPTH = 448  # terms of a call at most; above, OpenBLAS cuts the sum by itself
 
 
@@ -25,7 +26,7 @@ DEPTH = 448  # terms of a call at most; above, OpenBLAS cuts the sum by itself
 class Panels:
     """Matrices of some heads, cut into columns and, where they are deep, into pieces of the sum.
 
-    Shapes: pieces: each (heads, panels, its terms, PANEL), zeros behind the last of `outs` columns
+    Shapes: pieces: each (heads, panels, its terms, columns), zeros behind the last of `outs`
             bias (outs,)
     """
 
@@ -37,14 +38,20 @@ class Panels:
     def ins(self) -> int:
         return sum(piece.shape[2] for piece in self.pieces)
 
+    @property
+    def columns(self) -> int:
+        """Of all panels together."""
+        return self.pieces[0].shape[1] * self.pieces[0].shape[3]
+
 
 def panels_of(weight: npt.NDArray[np.float32], bias: Array | None = None) -> Panels:
     """Shapes: weight (heads, ins, outs)."""
     heads, ins, outs = weight.shape
-    count = -(-outs // PANEL)
-    wide = np.zeros((heads, ins, count * PANEL), np.float32)
+    padded = {panel: -(-outs // panel) * panel for panel in PANELS}
+    panel = next(p for p in PANELS if padded[p] <= WASTE * min(padded.values()))
+    wide = np.zeros((heads, ins, padded[panel]), np.float32)
     wide[:, :, :outs] = weight
-    cut = wide.reshape(heads, ins, count, PANEL).transpose(0, 2, 1, 3)
+    cut = wide.reshape(heads, ins, -1, panel).transpose(0, 2, 1, 3)
     pieces = np.array_split(cut, max(1, -(-ins // DEPTH)), axis=2)
     return Panels(tuple(np.ascontiguousarray(piece) for piece in pieces), outs, bias)
 
@@ -80,11 +87,11 @@ def tiled(x: Array) -> Array:
 def multiply(tiles: Array, w: Panels, out: Array) -> None:
     """Whole tiles of rows by each head's matrix.
 
-    Shapes: tiles (tiles, TILE, heads, ins) · out (tiles, TILE, heads, panels * PANEL), written
+    Shapes: tiles (tiles, TILE, heads, ins) · out (tiles, TILE, heads, columns), written
     """
-    heads, panels = w.pieces[0].shape[:2]
+    heads, panels, _, panel = w.pieces[0].shape
     left = tiles.transpose(0, 2, 1, 3)[:, :, None]
-    into = out.reshape(*out.shape[:2], heads, panels, PANEL).transpose(0, 2, 3, 1, 4)
+    into = out.reshape(*out.shape[:2], heads, panels, panel).transpose(0, 2, 3, 1, 4)
     if len(w.pieces) == 1:
         np.matmul(left, w.pieces[0], out=into)
         return
@@ -105,7 +112,7 @@ def head_linear(x: Array, w: Panels) -> Array:
             "(heads, ins, outs)."
         )
     tiles = tiled(x)
-    out = np.empty((*tiles.shape[:3], w.pieces[0].shape[1] * PANEL), np.float32)
+    out = np.empty((*tiles.shape[:3], w.columns), np.float32)
     multiply(tiles, w, out)
     return out.reshape(-1, *out.shape[2:])[: len(x), :, : w.outs]
 

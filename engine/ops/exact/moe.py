@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.device.device import Array
 from engine.errors import ShapeMismatch
-from engine.ops.exact.linear import PANEL, TILE, Panels, multiply, panels_of
+from engine.ops.exact.linear import TILE, Panels, multiply, panels_of
 from engine.ops.reference.moe import in_pieces
 from engine.ops.reference.pointwise import swiglu
 
@@ -50,41 +51,47 @@ def experts(x: Array, chosen: Array, weights: Array, w: Experts, limit: float | 
             f"x {x.shape}, chosen {chosen.shape} and weights {weights.shape} do not fit."
         )
     rows, active = chosen.shape
-    routed = len(w.gate_up) - w.shared
-    flat = chosen.ravel()
-    counts = [*np.bincount(flat, minlength=routed).tolist(), *(w.shared * [rows])]
-    # Where each expert's tiles begin, and in them the rows that chose it, in order.
-    spans, first = [], 0
-    for count in counts:
-        spans.append((first, first + -(-count // TILE)))
-        first = spans[-1][1]
-    order = np.argsort(flat, kind="stable")
-    place = np.empty(rows * active, np.int64)
-    ahead = np.cumsum([0, *counts[: routed - 1]])
-    begin = np.array([tile * TILE for tile, _ in spans[:routed]]) - ahead
-    place[order] = np.arange(rows * active) + begin[flat[order]]
+    place, tiles = _seats(chosen, len(w.gate_up) - w.shared)
+    routed, each = tiles[-1] * TILE, -(-rows // TILE)
+    starts = range(routed, routed + w.shared * each * TILE, each * TILE)
+    tiles += [tiles[-1] + piece * each for piece in range(1, w.shared + 1)]
 
-    wanted = np.zeros((first * TILE, w.ins), np.float32)
-    wanted[place] = np.repeat(x, active, axis=0)
-    for start, _ in spans[routed:]:
-        wanted[start * TILE : start * TILE + rows] = x
-    act = swiglu(_each(wanted, spans, w.gate_up)[:, : 2 * w.inner], limit)
-    act[place] *= weights.reshape(-1, 1)
-    answers = _each(act, spans, w.down)[:, : w.ins]
-    taken = answers[place.reshape(rows, active).T]
-    out: Array = taken[0]
-    for part in taken[1:]:  # one by one, best first, then the shared expert
-        out += part
-    for start, _ in spans[routed:]:
-        out += answers[start * TILE : start * TILE + rows]
+    wanted = np.zeros((tiles[-1] * TILE, w.ins), np.float32)
+    for rank in range(active):
+        wanted[place[rank]] = x
+    for start in starts:
+        wanted[start : start + rows] = x
+    act = swiglu(_each(wanted, tiles, w.gate_up)[:, : 2 * w.inner], limit)
+    act[place] *= weights.T[:, :, None]
+    answers = _each(act, tiles, w.down)[:, : w.ins]
+    out: Array = answers[place[0]]
+    for rank in range(1, active):  # one by one, best first, then the shared expert
+        out += answers[place[rank]]
+    for start in starts:
+        out += answers[start : start + rows]
     return out
 
 
-def _each(x: Array, spans: list[tuple[int, int]], matrices: tuple[Panels, ...]) -> Array:
-    """Tiles of rows, each by the matrix of its expert."""
-    tiles = x.reshape(-1, TILE, 1, x.shape[1])
-    out = np.empty((*tiles.shape[:3], matrices[0].pieces[0].shape[1] * PANEL), np.float32)
-    for (start, end), matrix in zip(spans, matrices, strict=True):
+def _seats(chosen: Array, experts: int) -> tuple[Array, list[int]]:
+    """Where the row of each choice lies among all tiles, and where each expert's tiles begin.
+
+    Shapes: chosen (rows, active) -> (active, rows) · experts + 1 tile numbers
+    """
+    flat = chosen.ravel()
+    counts = np.bincount(flat, minlength=experts)
+    tiles = [0, *accumulate((-(-counts // TILE)).tolist())]
+    order = np.argsort(flat, kind="stable")
+    skipped = np.array(tiles[:-1]) * TILE - (np.cumsum(counts) - counts)
+    place = np.empty(flat.size, np.int64)
+    place[order] = np.arange(flat.size) + np.repeat(skipped, counts)
+    return place.reshape(chosen.shape).T, tiles
+
+
+def _each(x: Array, tiles: list[int], matrices: tuple[Panels, ...]) -> Array:
+    """Tiles of rows, each by the matrix of its expert, whose tiles are [tiles[e], tiles[e + 1])."""
+    left = x.reshape(-1, TILE, 1, x.shape[1])
+    out = np.empty((*left.shape[:3], matrices[0].columns), np.float32)
+    for (start, end), matrix in zip(pairwise(tiles), matrices, strict=True):
         if start < end:
-            multiply(tiles[start:end], matrix, out[start:end])
+            multiply(left[start:end], matrix, out[start:end])
     return out.reshape(len(x), -1)
