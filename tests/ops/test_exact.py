@@ -40,7 +40,7 @@ class Rowwise:
 
     label: str
     make: Callable[[Ops], Run]
-    felt: bool = True  # the reference rounds a row differently beside others
+    felt: bool = True  # the reference may round a row differently beside others
 
 
 def of_linear(ins: int, outs: int, *, bias: bool = False) -> Rowwise:
@@ -239,13 +239,11 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(case: Rowwise) -> None
     assert changed_rows(case, ExactOps(a_device())) == 0
 
 
-FELT = [case for case in ROWWISE if case.felt]
-
-
-@pytest.mark.parametrize("case", FELT, ids=lambda case: case.label)
-def test_the_reference_lets_a_row_feel_its_company(case: Rowwise) -> None:
-    """The red arm: what the exact ops have their own form for needs one."""
-    assert changed_rows(case, ReferenceOps(a_device())) > 0
+def test_the_reference_lets_rows_feel_their_company() -> None:
+    """The red arm; a BLAS kernel may spare one or another, but none spares most."""
+    asked = [case for case in ROWWISE if case.felt]
+    felt = [case for case in asked if changed_rows(case, ReferenceOps(a_device()))]
+    assert len(felt) > len(asked) / 2, [case.label for case in felt]
 
 
 # -- rows of a text --------------------------------------------------------------------------------
