@@ -405,7 +405,8 @@ class Health:
 def _told(fault: Fault) -> dict[str, Any]:
     return {
         "message": _short(fault.reason),
-        "code": fault.code,
+        "code": _REFUSAL[State.FAULTED],
+        "error_number": fault.code,  # of the driver, or the exit status of a worker that died
         "device": fault.device or None,
         "stage": fault.stage if fault.stage >= 0 else None,
     }

@@ -148,7 +148,13 @@ TABLE: dict[State, Row] = {
     State.FAULTED: (
         faulted,
         503,
-        {"reason": FAULT.reason, "code": 700, "device": "cpu:1", "stage": 1},
+        {
+            "reason": FAULT.reason,
+            "code": "gpu_fault",
+            "error_number": 700,
+            "device": "cpu:1",
+            "stage": 1,
+        },
         503,
         "gpu_fault",
         "gpu_fault",
@@ -282,7 +288,7 @@ def test_the_old_reason_is_told_until_the_new_worker_serves() -> None:
     recovering(health)
     health.warming(LOADED)
     assert health.state is State.RECOVERING, "a new worker's warm-up is part of recovering (R99)"
-    assert health.body()["reasons"][1].items() >= {"code": 700, "stage": 1}.items()
+    assert health.body()["reasons"][1].items() >= {"error_number": 700, "stage": 1}.items()
     health.ready()
     assert health.body()["reasons"] == []
     health.drain(30.0)

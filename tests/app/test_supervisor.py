@@ -202,7 +202,7 @@ async def test_a_killed_worker_is_replaced_and_the_next_answer_is_right(start: B
     await house.until(State.FAULTED)
     assert time.monotonic() - killed_at < 0.5
     body = house.health.body()
-    assert (body["reason"], body["code"], body["device"]) == ("worker_died", -9, None)
+    assert (body["reason"], body["error_number"], body["device"]) == ("worker_died", -9, None)
     for events in await asyncio.gather(*running):
         assert [type(e) for e in events if not isinstance(e, Token)] == [Failed]
         assert isinstance(events[-1], Failed)
@@ -233,7 +233,8 @@ async def test_a_lost_context_is_told_with_reason_code_device_and_stage(
     assert time.monotonic() - began < 1.0
     status, body = house.health.live_body()
     assert (status, body["status"]) == (503, "faulted")
-    assert (body["code"], body["device"], body["stage"]) == (700, "cpu:0", 0)
+    assert (body["code"], body["device"], body["stage"]) == ("gpu_fault", "cpu:0", 0)
+    assert body["error_number"] == 700
     assert where in body["reason"]
     assert body["reasons"][0]["message"] == body["reason"]
     if asked is not None:
@@ -392,7 +393,7 @@ async def test_the_delay_before_a_restart_is_recovering_with_the_reason(start: B
     body = house.health.body()
     assert (body["attempt"], body["live"]) == (1, True)
     assert "719" in body["reason"]
-    assert body["reasons"][1]["code"] == 719
+    assert body["reasons"][1]["error_number"] == 719
     await eventually(lambda: house.generation == generation + 1)
     assert time.monotonic() - at > 0.4
     await house.until(State.READY)

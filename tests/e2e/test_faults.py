@@ -62,10 +62,11 @@ def test_a_lost_context_is_told_and_the_next_worker_answers_right(
         body = poll.first(path, 503).body
         assert (body["status"], body["code"], body["device"], body["stage"]) == (
             "faulted",
-            700,
+            "gpu_fault",
             "cpu:0",
             0,
         )
+        assert body["error_number"] == 700
         assert where in body["reason"]
         assert body["since_s"] < 1.0
     assert poll.first("/v1/models", 503).body["error"]["code"] in {"gpu_fault", "recovering"}

@@ -52,7 +52,7 @@ def test_a_killed_worker_is_replaced_while_the_server_stays(serve: Serve) -> Non
         eventually(lambda: poll.of("/health")[-1].status == 200)
     assert poll.first("/health", 503).at - killed < 2.0
     body = poll.first("/health/live", 503).body
-    assert (body["status"], body["reason"], body["code"]) == ("faulted", "worker_died", -9)
+    assert (body["status"], body["reason"], body["error_number"]) == ("faulted", "worker_died", -9)
     assert poll.states() == ["ready", "faulted", "recovering", "ready"]
     assert (before["worker"]["generation"], after["worker"]["generation"]) == (0, 1)
     assert after["worker"]["restarts_in_window"] == 1

@@ -68,7 +68,7 @@ def test_a_fault_of_stage_1_is_named_and_the_next_worker_answers_right(
         server.ready()
 
     told = poll.first("/health", 503).body
-    assert (told["status"], told["stage"], told["device"], told["code"]) == (
+    assert (told["status"], told["stage"], told["device"], told["error_number"]) == (
         "faulted",
         1,
         "cpu:1",
