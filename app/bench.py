@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -24,6 +25,7 @@ from engine.errors import ConfigError, ServerError
 
 REQUEST_LIMIT_S = 600.0
 START_LIMIT_S = 60.0
+DECODE_WINDOW_S = 0.5  # a shorter time in which all streams decode gives no rate
 QUESTION = "What is in the picture?"
 SENTENCE = " The small red circle is at the top and the large blue star is on the left."
 PIECES = (" red", " the", ".", " a", "7", "!", ",", "z")
@@ -247,7 +249,7 @@ def measure(load: Load) -> dict[str, Any]:
             "images": 1 if load.images else 0,
             "warm_up": load.warm_up,
         },
-        "result": summary(samples),
+        "result": {**summary(samples), "decode_tokens_per_s": together(samples, load.streams)},
     }
 
 
@@ -276,6 +278,30 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
         "failed": len(failures),
         "first_failure": failures[0] if failures else None,
     }
+
+
+def together(samples: Sequence[Sample], streams: int) -> float | None:
+    """Tokens a second of all streams while all of them decode: no prompt is worked on then.
+
+    None when so many never did for half a second in all.
+    """
+    good = [s for s in samples if not s.failure and s.gaps_s]
+    edges = sorted(edge for s in good for edge in ((s.first_s, 1), (s.first_s + sum(s.gaps_s), -1)))
+    windows = []
+    running = 0
+    for (at, step), (until, _) in pairwise(edges):
+        running += step
+        if running >= streams:
+            windows.append((at, until))
+    seconds = sum(until - at for at, until in windows)
+    if seconds < DECODE_WINDOW_S:
+        return None
+    tokens = 0.0
+    for s in good:
+        share = s.answer_tokens / (len(s.gaps_s) + 1)  # a piece of text may hold several tokens
+        arrivals = list(accumulate(s.gaps_s, initial=s.first_s))[1:]
+        tokens += share * sum(any(at < t <= until for at, until in windows) for t in arrivals)
+    return round(tokens / seconds, 1)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:

@@ -17,7 +17,9 @@ from app.bench import (
     measure,
     measure_and_print,
     percentiles,
+    together,
 )
+from app.bench_client import Sample
 from engine.errors import ConfigError
 from tests.fakes.openai_server import TEMPLATE_TOKENS, Manner, OpenAIServer, count_tokens
 
@@ -166,3 +168,23 @@ def test_the_report_goes_to_stdout_and_to_the_file(
     printed = capsys.readouterr().out
     assert code == 1  # two of the four failed
     assert json.loads(printed) == json.loads((tmp_path / "out.json").read_text())
+
+
+def a_sample(first_s: float, gap_s: float, pieces: int, tokens: int) -> Sample:
+    gaps = (gap_s,) * (pieces - 1)
+    ended_s = first_s + sum(gaps)
+    return Sample(
+        started_s=0.0, first_s=first_s, ended_s=ended_s, gaps_s=gaps, answer_tokens=tokens
+    )
+
+
+def test_the_decode_rate_counts_only_while_every_stream_decodes() -> None:
+    """Given one stream that waited a second for its prompt, that second is not decode time."""
+    early = a_sample(0.0, 0.1, pieces=31, tokens=31)  # decodes from 0 to 3 s, 10 tokens a second
+    late = a_sample(
+        1.0, 0.05, pieces=41, tokens=82
+    )  # from 1 to 3 s, 40 tokens a second
+
+    assert together([early, late], 2) == pytest.approx(10 + 40, rel=0.06)
+    assert together([early, late], 1) == pytest.approx((30 + 80) / 3, rel=0.06)
+    assert together([early, late], 3) is None
