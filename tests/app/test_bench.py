@@ -181,9 +181,7 @@ def a_sample(first_s: float, gap_s: float, pieces: int, tokens: int) -> Sample:
 def test_the_decode_rate_counts_only_while_every_stream_decodes() -> None:
     """Given one stream that waited a second for its prompt, that second is not decode time."""
     early = a_sample(0.0, 0.1, pieces=31, tokens=31)  # decodes from 0 to 3 s, 10 tokens a second
-    late = a_sample(
-        1.0, 0.05, pieces=41, tokens=82
-    )  # from 1 to 3 s, 40 tokens a second
+    late = a_sample(1.0, 0.05, pieces=41, tokens=82)  # from 1 to 3 s, 40 tokens a second
 
     assert together([early, late], 2) == pytest.approx(10 + 40, rel=0.06)
     assert together([early, late], 1) == pytest.approx((30 + 80) / 3, rel=0.06)
